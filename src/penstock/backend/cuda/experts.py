@@ -30,7 +30,7 @@ from penstock.backend.cuda.kernels.fp8 import quantize_fp8
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.pack_quantized import QuantizedWeight, quantize_int4
 from penstock.backend.cuda.quantized_weights import Workspace, join
-from penstock.backend.cuda.storage import Layout, common_layout
+from penstock.backend.cuda.storage import WeightLayout, common_layout
 from penstock.backend.cuda.weights import (
     PLAIN,
     PackTarget,
@@ -173,14 +173,14 @@ def pack_matrices(stacks: Sequence[Stack], target: PackTarget) -> ExpertMatrices
     parts = [as_near_blocks(part) or part for part in parts]
     bias = stacked_bias(parts, [one for stack in stacks for one in stack.bias], workspace.arena.device)
     match layout:
-        case Layout.CODES:
+        case WeightLayout.CODES:
             log_growth(parts[:1], workspace)
             return pack_quantized_experts(parts, bias, workspace)
-        case Layout.FP8:
+        case WeightLayout.FP8:
             return pack_fp8_experts(parts, bias, workspace)
-        case Layout.INT4:
+        case WeightLayout.INT4:
             return QuantizedExperts(quantize_int4(values_to_quantize(parts, target)), bias)
-        case Layout.ROW_FP8:
+        case WeightLayout.ROW_FP8:
             made = quantize_fp8(values_to_quantize(parts, target))
             return Fp8Experts(made.values, made.scales, bias, workspace.tilings)
     log_values(parts, target)

@@ -30,7 +30,7 @@ from penstock.backend.cuda.kernels.split_k import row_blocks
 from penstock.backend.cuda.pack_quantized import QuantizedWeight, quantize_int4
 from penstock.backend.cuda.pack_quantized import pack as pack_codes
 from penstock.backend.cuda.quantized_weights import QuantizedMatrix, Workspace, stack
-from penstock.backend.cuda.storage import CODE_BITS, COLUMNS, Layout, StorageRules, common_layout
+from penstock.backend.cuda.storage import CODE_BITS, COLUMNS, StorageRules, WeightLayout, common_layout
 from penstock.backend.cuda.tilings import HOPPER_GEMM_ROWS, TALL
 from penstock.backend.cuda.transfer import Transfer
 from penstock.backend.cuda.trellis_weights import pack_trellis
@@ -162,16 +162,16 @@ def pack(parts: Sequence[Tensor], bias: Sequence[Tensor | None], target: PackTar
     vector = stacked_bias(parts, bias, workspace.arena.device)
     log_storage(parts, layout, target)
     match layout:
-        case Layout.CODES:
+        case WeightLayout.CODES:
             log_growth(parts, workspace)
             return QuantizedMatrix(stack([packed(part, workspace.transfer) for part in parts]), vector, workspace)
-        case Layout.TRELLIS:
+        case WeightLayout.TRELLIS:
             return pack_trellis([trellis for part in parts if (trellis := trellis_of(part))], vector, workspace)
-        case Layout.FP8:
+        case WeightLayout.FP8:
             return pack_fp8(parts, vector, workspace)
-        case Layout.INT4:
+        case WeightLayout.INT4:
             return QuantizedMatrix((quantize_int4(values_to_quantize(parts, target)),), vector, workspace)
-        case Layout.ROW_FP8:
+        case WeightLayout.ROW_FP8:
             return RowScaledFp8(quantize_fp8(values_to_quantize(parts, target)), vector, workspace)
     return DenseMatrix(stacked_values(parts, target.dtype, workspace), vector, workspace)
 
@@ -182,18 +182,18 @@ def values_to_quantize(parts: Sequence[Tensor], target: PackTarget) -> Any:
     return values
 
 
-def log_storage(parts: Sequence[Tensor], layout: Layout, target: PackTarget) -> None:
+def log_storage(parts: Sequence[Tensor], layout: WeightLayout, target: PackTarget) -> None:
     """Logs formats that no kernel reads, and plain weights that are not quantized although that was asked for."""
     formats, workspace = {part.format.name for part in parts}, target.workspace
     quantize = target.quantize if all(may_quantize(part, DEVICE) for part in parts) else ""
     if quantize and not formats <= PLAIN.keys():
         log_once(workspace, f"weights in {names(formats)} stay as they are: {quantize} is for plain ones")
-    if layout is Layout.VALUES and target.dtype.itemsize == 2 and not formats <= PLAIN.keys():
+    if layout is WeightLayout.VALUES and target.dtype.itemsize == 2 and not formats <= PLAIN.keys():
         size = f"{target.dtype.itemsize} bytes for each value"
         log_once(
             workspace, f"weights in {names(formats)} become {target.dtype}, {size}: no kernel reads them as they are"
         )
-    if layout is Layout.VALUES and quantize and formats <= PLAIN.keys():
+    if layout is WeightLayout.VALUES and quantize and formats <= PLAIN.keys():
         width = parts[0].shape[1]
         log_once(workspace, f"weights with rows of {width} stay as they are: fp8 needs multiples of {COLUMNS}")
 
