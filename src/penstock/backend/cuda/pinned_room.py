@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from itertools import cycle
 from threading import Condition, Thread
 from typing import Any, NamedTuple
 
@@ -83,8 +82,7 @@ class PinnedRoom:
         self._host: Any = torch.from_numpy(self.array)
         self._most = max(staged // BUFFERS // size, 1)  # blocks in a buffer
         shape = {"size": (self._most, size), "dtype": torch.uint8, "device": self._device}
-        self._buffers = [TransitBuffer(torch.empty(**shape)) for _ in range(BUFFERS)]
-        self._next_buffer = cycle(self._buffers)
+        self._buffers = deque(TransitBuffer(torch.empty(**shape)) for _ in range(BUFFERS))  # the next one first
         self._crossings: deque[Crossing] = deque()  # not reported yet
         self._closing = False
         self._pinned: list[int] = []  # addresses
@@ -138,7 +136,6 @@ class PinnedRoom:
                 torch.cuda.cudart().cudaHostUnregister(address)
         self._pinned.clear()
         self._buffers.clear()
-        del self._next_buffer
         self._host = None
         self.array = np.empty((0, 0), np.uint8)
 
@@ -148,7 +145,8 @@ class PinnedRoom:
         index = torch.tensor(blocks).pin_memory().to(self._device, non_blocking=True)  # else it waits for steps
         for at in range(0, len(blocks), self._most):
             some = places[at : at + self._most]
-            yield next(self._next_buffer), index[at : at + len(some)], some
+            self._buffers.rotate(-1)
+            yield self._buffers[-1], index[at : at + len(some)], some
 
     def _cross(self, direction: str, copies: Sequence[tuple[Any, Any]]) -> None:
         """Queues the copy of rows (target, source) over the bus, after all that its stream waits for, and times it."""
