@@ -150,7 +150,7 @@ def _decays(delays, count, bias, rate, scaling, SIZES: tl.constexpr, CHUNK: tl.c
 
 @triton.jit
 def _load_keys(keys, count, part, SIZES: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr):
-    """Returns columns of what a chunk's tokens have at `keys`: PART of them, from those of the parts before on."""
+    """Returns PART columns at `keys` of a chunk's tokens, after the parts before."""
     WIDTH: tl.constexpr = SIZES.heads * SIZES.head_dim + 2 * SIZES.groups * SIZES.state_dim
     i, k = tl.arange(0, CHUNK)[:, None], part * PART + tl.arange(0, PART)[None, :]
     return tl.load(keys + i * WIDTH + k, (i < count) & (k < SIZES.state_dim), 0.0)

@@ -186,7 +186,7 @@ def attend_mla(
     selected=None,
     SELECTED: tl.constexpr = False,
 ):
-    """Returns what the queries in these rows of q, at their own positions, find from `begin` to `end`: their highest
+    """Attends with the queries in these rows of q, at their own positions, from `begin` to `end`; returns their highest
     score, the sum of weights, and the mix of values [QUERIES, BLOCK_V]. With SELECTED, `begin` and `end` count the
     selected positions."""
     ROPE: tl.constexpr = SHAPE.rope_dims

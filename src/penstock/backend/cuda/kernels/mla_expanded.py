@@ -257,8 +257,8 @@ def mla_expanded(
     tiling: tuple[int, int, int],  # positions at a time, warps, stages
 ) -> None:
     """Attends with tiles [Q, 5] of at most TILE_TOKENS tokens, as `prefill_attention` has them, to a piece of their
-    contexts, which begin at `starts` [Q]; the piece begins at `begin`. q [T, heads * (nope + rope)] is rotated. What is
-    found goes to `out` [T, heads * v_dim] with the last piece of a context, else to `carry`."""
+    contexts, which begin at `starts` [Q]; the piece begins at `begin`. q [T, heads * (nope + rope)] is rotated. The
+    results of a context's last piece go to `out` [T, heads * v_dim], others to `carry`."""
     shape = shape_of(expanded)
     tile, warps, stages = tiling
     _mla_expanded[(len(tiles), shape.dims.heads)](
