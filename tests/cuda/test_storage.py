@@ -13,7 +13,7 @@ import torch
 from penstock.backend.cuda.exchange import leaves
 from penstock.backend.cuda.experts import pack_matrices
 from penstock.backend.cuda.packer import CudaPacker, host_workspace
-from penstock.backend.cuda.storage import CODE_BITS, FP8, Layout, StorageRules, common_layout, storage_of
+from penstock.backend.cuda.storage import CODE_BITS, FP8, StorageRules, WeightLayout, common_layout, storage_of
 from penstock.backend.cuda.weights import PackTarget
 from penstock.model.random_tensor import random_tensor
 from penstock.model.roles import EXPERTS, MLA, Role
@@ -76,8 +76,8 @@ def test_parts_of_one_matrix_have_one_layout() -> None:
     rng, rules = np.random.default_rng(0), StorageRules("int4")
     q4, q6, plain = (replace(random_tensor(rng, name, 32, 256), role=Role.MLP_IN) for name in ("Q4_K", "Q6_K", "BF16"))
     router = replace(plain, role=Role.ROUTER)
-    assert common_layout([q4, q6], rules, experts=False) is Layout.CODES
-    assert common_layout([q4, q6], rules, experts=True) is Layout.VALUES, "kernels read one format"
-    assert common_layout([q4, plain], rules, experts=False) is Layout.VALUES
-    assert common_layout([plain, plain], rules, experts=False) is Layout.INT4
-    assert common_layout([plain, router], rules, experts=False) is Layout.VALUES
+    assert common_layout([q4, q6], rules, experts=False) is WeightLayout.CODES
+    assert common_layout([q4, q6], rules, experts=True) is WeightLayout.VALUES, "kernels read one format"
+    assert common_layout([q4, plain], rules, experts=False) is WeightLayout.VALUES
+    assert common_layout([plain, plain], rules, experts=False) is WeightLayout.INT4
+    assert common_layout([plain, router], rules, experts=False) is WeightLayout.VALUES

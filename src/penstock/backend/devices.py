@@ -19,7 +19,6 @@ GROUP = "penstock.backends"  # each entry point is a DeviceKind
 
 @cache
 def kinds() -> Mapping[str, DeviceKind]:
-    """Returns the declarations of this package by name."""
     folders = sorted(path.parent.name for path in Path(__file__).parent.glob("*/device.py"))
     declared: list[DeviceKind] = [import_module(f"penstock.backend.{name}.device").DEVICE for name in folders]
     return {kind.name: kind for kind in declared}
@@ -27,7 +26,6 @@ def kinds() -> Mapping[str, DeviceKind]:
 
 @cache
 def other_kinds() -> Mapping[str, DeviceKind]:
-    """Returns the declarations of other packages by name."""
     from importlib.metadata import entry_points
 
     return {entry.name: entry.load() for entry in entry_points(group=GROUP)}

@@ -67,7 +67,6 @@ def windowed(tokens: Iterable[int], window: int, before: Sequence[int] = ()) -> 
 
 
 def gathered(tokens: Iterable[int], state: int = 0) -> int:
-    """Returns a recurrent state after more tokens."""
     for token in tokens:
         state = (state * 31 + token + 1) % PRIME
     return state
@@ -156,7 +155,6 @@ class FakeProgram:
         self.hidden = hidden
 
     def forget(self) -> None:
-        """Loses all that was stored."""
         self.kv[:] = -1
         self.states[:] = -1
         self._last[:] = -1
@@ -164,7 +162,6 @@ class FakeProgram:
             self.hidden[:] = -1
 
     def run(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
-        """Runs one step and answers its rows."""
         moves = {move.row: move for move in batch.moves}
         touched = [state for move in batch.moves for state in (move.begin, move.save) if state >= 0]
         saved = [move.save for move in batch.moves if move.save >= 0]

@@ -100,7 +100,6 @@ class StoredFile(NamedTuple):
 
 
 def packed_files() -> Iterator[StoredFile]:
-    """Finds all files of packed weights."""
     for path in packed_home().glob(f"*/*{SUFFIX}"):
         with suppress(FileNotFoundError):  # another process may delete it
             found = path.stat()
@@ -108,7 +107,6 @@ def packed_files() -> Iterator[StoredFile]:
 
 
 def delete(file: Path) -> None:
-    """Deletes a file, and its folder if nothing else is in it."""
     file.unlink(missing_ok=True)
     with suppress(OSError):
         file.parent.rmdir()

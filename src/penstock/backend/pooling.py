@@ -24,7 +24,6 @@ class Pools:
         self._sums: dict[int, NDArray[np.float64]] = {}
 
     def answer(self, batch: Batch, result: StepResult, states: States) -> StepResult:
-        """Returns the step's result with the means that it asks for."""
         found: dict[int, Floats] = {}
         for pool in batch.pools:
             slot, added = int(batch.slots[pool.row]), states(pool.first, pool.last)

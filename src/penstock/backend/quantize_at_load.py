@@ -17,7 +17,6 @@ from penstock.model.tensor import PLAIN, Format, Tensor
 
 
 def log_warning(note: str) -> None:
-    """Logs a note as a warning."""
     import logging  # takes longer than packing most models
 
     logging.getLogger(__name__).warning(note)

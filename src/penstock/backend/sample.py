@@ -80,7 +80,6 @@ def choose(logits: Floats, rows: SampleRows, masks: Bitmasks | None = None) -> N
 
 
 def apply_edit(logits: Floats, edit: LogitEdit) -> Floats:
-    """Returns one row of logits with the edit applied."""
     logits = logits.copy()
     seen = logits[edit.seen]
     logits[edit.seen] = np.where(seen > 0, seen / edit.repetition, seen * edit.repetition)
@@ -124,7 +123,6 @@ def _mass(weights: Floats) -> NDArray[np.int64]:
 
 
 def _threshold(weights: Floats, top_k: int, top_p: float, min_p: float) -> float:
-    """Returns the smallest weight that may be drawn."""
     least = min_p
     if 0 < top_k < len(weights):
         least = max(least, float(np.partition(weights, -top_k)[-top_k]))

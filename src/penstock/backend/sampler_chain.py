@@ -40,7 +40,6 @@ class Candidates(NamedTuple):
         return self if count >= len(self.logits) else self.keep(best(self.logits, count))
 
     def by_likelihood(self) -> Candidates:
-        """Returns them with the most likely first."""
         order = np.argsort(-self.logits, kind="stable")
         return Candidates(self.tokens[order], self.logits[order])
 
@@ -75,7 +74,6 @@ def with_chains(result: StepResult, batch: Batch, logits: Floats, masks: Bitmask
 
 
 def chained_positions(batch: Batch) -> NDArray[np.int64]:
-    """Returns the indices of the positions that have a chain."""
     return np.array([row.row for row in batch.sample.chains], np.int64)
 
 

@@ -17,8 +17,7 @@ Wait = Callable[[Ticket], StepResult]
 class HostProgram(Protocol):
     """Runs one loaded model: it has its own KV cache, recurrent states and last sampled tokens."""
 
-    def run(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
-        """Runs one step and answers its rows."""
+    def run(self, batch: Batch, masks: Bitmasks | None) -> StepResult: ...
 
 
 P = TypeVar("P", bound=HostProgram)

@@ -107,7 +107,6 @@ def matmul_times(config: Config, sizes: Calibration, kind: str, profile: Machine
 
 
 def bits_of(format: str) -> float:
-    """Returns the bits of one value in a format of random weights."""
     return STORAGE[format].bytes * 8 / STORAGE[format].values if format in STORAGE else trellis_bits(format)
 
 
@@ -118,7 +117,6 @@ def above_zero(seconds: float) -> float:
 
 @contextmanager
 def opened(config: Config, shape: LayerShape, format: str, layers: int) -> Iterator[Backend]:
-    """Yields a backend with a random model of this shape loaded."""
     backend, tokens = open_backend(config), calibration_of(config).tokens
     backend.load(load_model(random_model(shape, format, layers, tokens), backend))
     backend.reserve_kv(ROWS * (LONG // BLOCK + 1) + tokens // BLOCK, BLOCK)
@@ -154,7 +152,6 @@ def random_model(shape: LayerShape, format: str, layers: int, tokens: int) -> Ch
 
 
 def matrices(shape: LayerShape) -> dict[str, tuple[int, int]]:
-    """Returns the shape of each matrix of a layer."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     return {
         "q": (q, shape.dim),

@@ -120,7 +120,6 @@ class Scorer:
 
 
 def followers(window: Ints) -> Ints:
-    """Returns the tokens that are predicted."""
     return window[len(window) // 2 + 1 :]
 
 

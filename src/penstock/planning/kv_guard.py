@@ -81,7 +81,6 @@ def check_kv(
 
 
 def is_measured(config: Config, checkpoint: Checkpoint) -> bool:
-    """Returns whether a config has a cache that is measured at load."""
     spec = checkpoint.spec
     return is_kv_quantized(config.kv) and spec.generates and not spec.encoder and bool(spec.cached_attention)
 

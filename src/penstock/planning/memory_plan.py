@@ -34,7 +34,6 @@ class MemoryPlan:
 
     @property
     def cache(self) -> int:
-        """Returns the bytes of the KV cache."""
         return self.limits.num_blocks * self.limits.block_size * self.group_token
 
     @property
@@ -62,7 +61,6 @@ class MemoryPlan:
         return max(self.limits.num_blocks // self.sequence_blocks(self.limits.max_len), 1)
 
     def lines(self) -> Iterator[str]:
-        """Yields a table for people, line by line."""
         has, limits = self.footprint, self.limits
         yield f"memory of {has.device}: {gigabytes(has.free)} free of {gigabytes(has.total)}"
         for name, size, remark in (

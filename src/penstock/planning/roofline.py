@@ -72,7 +72,6 @@ class ModelCosts(NamedTuple):
 
     @property
     def kinds(self) -> list[str]:
-        """Returns the formats of its weights."""
         return sorted({group.kind for group in self.weight_groups})
 
 
@@ -112,7 +111,6 @@ def matmul_time(profile: MachineProfile, costs: ModelCosts, tokens: int, sampled
 
 
 def group_time(times: MatmulTimes, group: WeightGroup, rows: int) -> float:
-    """Returns the seconds of the products with one group of weights."""
     if not rows:
         return 0.0
     needed = 1 - (1 - group.share) ** rows  # share of the weights that at least one row uses

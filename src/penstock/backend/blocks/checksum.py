@@ -17,7 +17,6 @@ HALF = np.uint64(32)
 
 
 def word_weights(words: int) -> NDArray[np.int64]:
-    """Returns the weights of a block's words."""
     mixed = np.arange(1, words + 1, dtype=np.uint64) * GOLDEN
     mixed = (mixed ^ (mixed >> HALF)) * MIXED
     return ((mixed ^ (mixed >> HALF)) | np.uint64(1)).view(np.int64)

@@ -16,8 +16,7 @@ class SharedRoom(Protocol):
         """Copies blocks to places, after all launched steps, and waits for that. Returns each block's checksum
         (block_checksum.py)."""
 
-    def close(self) -> None:
-        """Gives the memory back."""
+    def close(self) -> None: ...
 
 
 class OpenedRoom(Protocol):
@@ -27,8 +26,7 @@ class OpenedRoom(Protocol):
         """Copies places to own blocks, after all launched steps, and waits for that. Returns the checksum of what each
         block has got."""
 
-    def close(self) -> None:
-        """Gives the memory back."""
+    def close(self) -> None: ...
 
 
 class DeviceSharing(Protocol):

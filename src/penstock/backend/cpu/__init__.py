@@ -11,7 +11,7 @@ __all__ = ["CpuBackend"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "CpuBackend":  # imported when it is first used: the declaration beside it stays light
+    if name != "CpuBackend":  # imported on first use, so that the declaration stays light
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from penstock.backend.cpu.backend import CpuBackend
 

@@ -16,8 +16,8 @@ F16_MOST = 65504.0  # the largest number that F16 has
 
 
 class NativeAdapters:
-    """Keeps adapters in slots of a native program: see AdapterSlots. Matrices are F32 beside F32 weights and else F16.
-    Beside quantized weights, whose products take quantized activations, the first of two is Q8_0."""
+    """Keeps adapters in slots of a native program: see AdapterSlots. Matrices are F32 for F32 weights, else F16.
+    For quantized weights, whose products take quantized activations, the first of two is Q8_0."""
 
     def __init__(self, program: Program) -> None:
         self.program = program

@@ -45,7 +45,7 @@ from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult, TokenLogprob
 
-HIDDEN_BYTES = 2  # of each value of a hidden state
+HIDDEN_BYTES = 2  # per value of a hidden state
 NO_WORDS = np.zeros((0, 0), np.int32)
 
 
@@ -65,7 +65,6 @@ class CpuProgram:
         self._pools = other._pools
 
     def run(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
-        """Runs one step and answers its rows."""
         rows = batch.sample
         if batch.moves:
             self.native.move_states(list(batch.moves))
@@ -116,8 +115,8 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
     """Computes a step when it is launched: one native call, on every thread, without the interpreter's lock.
 
     A row's logits depend neither on the rest of its batch nor on how its tokens were chunked nor on `threads`. `packed`
-    says where the weights of each program are cached, in the order in which programs are loaded. With a `kv_file`, the
-    KV cache lies there and outlives the process.
+    lists the cache of each program's weights, in the order of loading. With a `kv_file`, the KV cache lies there and
+    outlives the process.
     """
 
     device = "cpu"
@@ -175,7 +174,6 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         self._packing = self._new_packing()
 
     def _new_packing(self) -> Packing:
-        """Returns what packs the weights of the next program."""
         cache = next(self._caches, None)
         return Packing(self._first.threads, PackedFile(cache) if cache else None)
 
@@ -213,7 +211,7 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         return MemoryNeeds(kv + self._first.hidden.kv_bytes_per_token, state, available_memory() // 4)
 
     def begin_update(self, loaded: Sequence[PackedWeight]) -> CpuUpdate:
-        self._packing = Packing(max(self._first.threads // 2, 1))  # steps go on meanwhile
+        self._packing = Packing(max(self._first.threads // 2, 1))  # steps need the others
         return CpuUpdate(self, loaded)
 
     def program_beside(self, model: Model) -> CpuProgram:

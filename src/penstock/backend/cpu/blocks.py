@@ -26,7 +26,6 @@ class NativeBlocks:
 
     @property
     def _stored(self) -> list[_native.Program | _native.HiddenRows]:
-        """Returns all that keeps something in blocks."""
         hidden = [self._hidden] if self._hidden.block_bytes else []
         return [*(program.native for program in self._programs.values()), *hidden]
 

@@ -23,7 +23,6 @@ NO_NATIVE = (
 
 
 def has_native() -> bool:
-    """Returns whether the native code was built."""
     try:
         import penstock.backend.cpu.backend  # noqa: F401
     except ImportError:

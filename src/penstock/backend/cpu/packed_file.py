@@ -1,7 +1,7 @@
 """Reads and writes files of packed weights.
 
 A file begins with MAGIC, the number of bytes of its description and the checksum of its weights. The description names
-what was packed and how. The weights begin at the next multiple of PAGE, in the order in which they were packed.
+the weights and their layouts. The weights begin at the next multiple of PAGE, in the order in which they were packed.
 
 They are read into memory and not mapped: mapped files have no huge pages, and decoding from them took 7 % longer. While
 they are read they are summed, so a damaged file is never computed with.
@@ -43,12 +43,11 @@ class PackedFile:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of all weights."""
         return sum(weight.nbytes for weight in self._weights)
 
     def read(self, threads: int) -> bool:
-        """Fills all weights. Returns False, with all of them empty, if there is no file of just these; one that is
-        damaged is deleted."""
+        """Fills all weights. Returns False, with all of them empty, without a file of exactly these; a damaged file is
+        deleted."""
         try:
             with self._cache.path.open("rb", buffering=0) as file:
                 return self._read(file.fileno(), threads)
@@ -63,7 +62,7 @@ class PackedFile:
             return False
         magic, length, expected = HEAD.unpack_from(head)
         if (magic, length, head[HEAD.size :]) != (MAGIC, len(description), description):
-            return False  # of another version, or of a model that has changed: it will be written anew
+            return False  # another version, or a changed model: it will be written anew
         if not read_packed(file, start, self._weights, expected, threads):
             import logging  # takes longer than packing most models
 
@@ -72,7 +71,7 @@ class PackedFile:
             )
             self._cache.path.unlink(missing_ok=True)
             return False
-        with suppress(OSError):  # of a folder that is not ours to write
+        with suppress(OSError):  # the folder may not be writable
             os.utime(self._cache.path)
         return True
 
@@ -118,12 +117,10 @@ class PackedFile:
 
 
 def weights_start(description: bytes) -> int:
-    """Returns where the weights of a file begin."""
     return -(-(HEAD.size + len(description)) // PAGE) * PAGE
 
 
 def write_whole(file: int, data: memoryview, offset: int) -> None:
-    """Writes all of the data at an offset."""
     while data:
         done = os.pwrite(file, data, offset)
         data, offset = data[done:], offset + done

@@ -14,7 +14,6 @@ from penstock.model.tensor import FORMATS, PLAIN, Format, Tensor
 
 
 def quantize(tensor: Tensor, format: Format, threads: int) -> Tensor:
-    """Returns the tensor in another format."""
     if format == tensor.format:
         return tensor
     if format.values == 1:

@@ -61,7 +61,7 @@ class Emitter:
 
 
 def record(model: Model, native: NativeProgram, kv: KvFormats) -> tuple[Value, Value | None]:
-    """Adds the model's forward pass to the native program; returns its answer and what embeddings are pooled from.
+    """Adds the model's forward pass to the native program; returns its answer and the hidden states that are pooled.
     Raises ConfigError if a layer has no place in a KV cache in these formats."""
     recorded = program.record(model, capabilities(native))
     for node in recorded.nodes:
@@ -72,8 +72,6 @@ def record(model: Model, native: NativeProgram, kv: KvFormats) -> tuple[Value, V
 
 
 def capabilities(native: NativeProgram) -> Capabilities:
-    """Returns what the native kernels can do."""
-
     def prepares(weight: Weight | ExpertWeights | MlaWeights) -> bool:
         return any(map(native.prepares, matrices_of(weight)))
 
@@ -92,15 +90,14 @@ def fuses_gate(weight: Weight, act: str) -> bool:
 
 
 def matrices_of(weight: Weight | ExpertWeights | MlaWeights) -> list[Weight]:
-    """Returns the matrices that rows are multiplied by first."""
     if isinstance(weight, ExpertWeights):
         return list(weight.up)
     return [weight.k_b.weight if isinstance(weight, MlaWeights) else weight]
 
 
 def scratch(node: OpNode, prepares: Callable[[Any], bool]) -> tuple[Buffer, ...]:
-    """Returns the buffers that a node needs while it runs: what a delta net or Mamba2 has convolved, what a gated
-    convolution sees, or MLA's queries where the latents are and what they find there."""
+    """Returns the scratch buffers of a node: convolved inputs of a delta net or Mamba2, the inputs of a gated
+    convolution, or the absorbed queries of MLA and their results."""
     if node.op == "attend_mla":
         spec, v_b = node.attributes["spec"], node.attributes["weights"].v_b
         latents = Buffer("T", spec.heads * spec.v_dim, prepared=prepares(v_b.weight))
@@ -187,13 +184,12 @@ def select_positions(emit: Emitter, q: int, k: int, weights: int, out: int, *, l
 
 
 def numbers_of(spec: AttentionSpec) -> dict[str, float]:
-    """Returns what the native attention is told by name. It refuses what it does not know."""
+    """Returns the named options of the native attention, which refuses unknown ones."""
     named = picked(spec, *SHAPES, "scale", "index_dim")
     return {**named, "interleaved": spec.rope.interleaved, **spec.options}
 
 
 def picked(spec: Any, *names: str) -> dict[str, Any]:
-    """Returns these attributes by name."""
     return {name: getattr(spec, name) for name in names}
 
 
@@ -379,7 +375,7 @@ def taps_of(conv: Floats, conv_width: int) -> Floats:
 
 
 def or_none(vector: Floats | None) -> Floats:
-    """Returns a vector, or an empty one in place of none."""
+    """Returns a vector; an empty one for None."""
     return np.zeros(0, np.float32) if vector is None else vector
 
 

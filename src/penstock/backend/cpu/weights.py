@@ -21,10 +21,10 @@ from penstock.model.ops import ExpertWeights
 from penstock.model.tensor import FORMATS, FP8, STORAGE, Bytes, Format, Stack, Tensor, factor_of, some_rows
 
 BATCH_BYTES = 1 << 28  # packed in one native call: an interrupt has to wait for it
-MADE_BYTES = 1 << 23  # the same for bytes that are no view of a file: they take memory until they are packed
+MADE_BYTES = 1 << 23  # the same for bytes in memory, which stay there until they are packed
 CHUNK_VALUES = 1 << 22  # widened together
 BLOCK = 32  # values of a row that kernels of all formats but F32 and F16 take together
-NOTED_GROWTH = 1.1  # times as many bytes as in the file: more is logged
+NOTED_GROWTH = 1.1  # ratio to the bytes in the file above which growth is logged
 
 
 class HeadWeights(NamedTuple):
@@ -47,7 +47,7 @@ class Packing:
     def __init__(self, threads: int, file: PackedFile | None = None) -> None:
         self._threads = threads
         self._file = file
-        self._in_file: list[tuple[Weight, int, Tensor]] = []  # what is hoped to be
+        self._in_file: list[tuple[Weight, int, Tensor]] = []  # expected there
         self._waiting: list[tuple[Weight, int, NDArray[np.uint8]]] = []
         self._bytes = 0
         self._widened: set[str] = set()
@@ -77,7 +77,6 @@ class Packing:
         return weight
 
     def experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> ExpertWeights:
-        """Packs the matrices of all experts of a layer."""
         bias = np.zeros(0, np.float32) if choice_bias is None else pack_vector(choice_bias)
         return ExpertWeights(self._experts(up), self._experts(down), bias)
 
@@ -86,7 +85,6 @@ class Packing:
         return [self._matrix(*stack, in_trellis) for stack in stacks]
 
     def heads(self, tensor: Tensor) -> HeadWeights:
-        """Packs a matrix for each head."""
         count, rows, width = tensor.shape
         whole = replace(tensor, shape=(count * rows, width))
         if width % BLOCK and whole.format.name not in ("F32", "F16"):
@@ -161,7 +159,7 @@ class Tiles:
 
 
 def tiles_of(part: Tensor) -> Tensor:
-    """Returns an EXL3 weight as its tiles, in a format that says how they are read."""
+    """Returns an EXL3 weight as its tiles, in the format of their reader."""
     trellis = trellis_of(part)
     assert trellis is not None
     format = Format(f"{trellis.name}-{trellis.code_book}", TILE, 2 * trellis.bits)

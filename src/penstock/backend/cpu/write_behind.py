@@ -13,8 +13,8 @@ from math import inf
 from penstock.backend.cpu.packed_file import PackedFile
 
 QUIET_SECONDS = 0.05  # without a step before anything is written: between two tokens nothing is
-LAST_SECONDS = 0.5  # for the rest of it at the end, so that a command that answers once leaves its file too
-NICENESS = 10  # of the thread: engines of other models go first
+LAST_SECONDS = 0.5  # at the end, so that a command with one answer leaves its file too
+NICENESS = 10  # engines of other models go first
 
 
 class WriteBehind:
@@ -30,7 +30,7 @@ class WriteBehind:
         return bool(self._unwritten)
 
     def add(self, file: PackedFile) -> None:
-        """Has one more file written, with its weights as they are now. Called before the first step."""
+        """Adds a file to be written, with its weights as they are now. Called before the first step."""
         self._unwritten.append(file.write())
 
     def pause(self) -> None:
@@ -38,7 +38,7 @@ class WriteBehind:
         self._resumes = inf
 
     def resume(self) -> None:
-        """Lets the writing go on soon: a step has ended."""
+        """Resumes writing soon: a step has ended."""
         self._resumes = time.monotonic() + QUIET_SECONDS
         if self._thread is None:
             self._thread = threading.Thread(target=self._write, name="penstock-write-behind", daemon=True)

@@ -10,7 +10,6 @@ import torch
 
 
 def relu2(x: Any, *, out: Any) -> None:
-    """Computes the square of relu(x)."""
     torch.clamp_min(x, 0, out=out).square_()
 
 

@@ -34,7 +34,7 @@ from penstock.errors import AdapterError, OutOfMemory
 from penstock.model.low_rank import LowRankUpdate
 
 FIRST_SLOTS = 32  # in the table at first
-PRODUCT_ROWS = (8, 16, 32, 64)  # that kernels of products which add updates are compiled for
+PRODUCT_ROWS = (8, 16, 32, 64)  # row counts for which products with updates are compiled
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class CudaAdapter:
 
     memory: Any  # all matrices, then the blocks that `expand` reads
     records: Any  # [weights, RECORD] on the host
-    sizes: dict[int, UpdateSizes]  # by the number of the weight that is changed
+    sizes: dict[int, UpdateSizes]  # key: weight number
 
     @property
     def nbytes(self) -> int:
@@ -56,7 +56,7 @@ class WeightSizes:
 
     weight: Any  # kept, so that no other has its identity
     gated: bool
-    sampled: bool  # it multiplies sampled positions alone
+    sampled: bool  # it multiplies only sampled positions
     chunks: int = 0  # the most that a slot had so far
     blocks: int = 0
     aligned: bool = True
@@ -93,7 +93,7 @@ class CudaAdapters:
         self._on_stream = on_stream
         self._weights: dict[int, int] = {}  # numbers by identity
         self._known: list[WeightSizes] = []
-        self._loaded: dict[int, CudaAdapter] = {}  # by slot
+        self._loaded: dict[int, CudaAdapter] = {}  # key: slot
         self._records: Any = None  # [slots, weights, RECORD]
         self._low_rank: Any = None  # what `shrink` leaves for `expand`
         self._lane: Lane | None = None
@@ -130,8 +130,8 @@ class CudaAdapters:
         self._compile_products(records, nowhere, room)
 
     def _compile_products(self, records: Any, nowhere: Any, h: Any) -> None:
-        """Does the same for products that add updates themselves, once for all weights of a size. Scratch memory is not
-        that of steps, which run meanwhile."""
+        """Does the same for products that add updates themselves, once for all weights of a size. It has
+        its own scratch memory, because steps run meanwhile."""
         taken = [known for i, known in enumerate(self._known) if not known.sampled and self.takes_few(i)]
         for (rows, width), known in {(known.weight.rows, known.weight.width): known for known in taken}.items():
             workspace = copy(known.weight.workspace)
@@ -241,14 +241,14 @@ class CudaAdapters:
     # -- in steps ------------------------------------------------------------------------------------------------
 
     def product(self, weight: Any, *, gated: bool, sampled: bool) -> AdaptedProduct:
-        """Returns what adds adapters to products with a weight: of all tokens, or of the sampled ones."""
+        """Returns the updates of products with a weight: for all tokens, or for the sampled ones."""
         number = self._weights.setdefault(id(weight), len(self._known))
         if number == len(self._known):
             self._known.append(WeightSizes(weight, gated and not self._fixed, sampled))
         return AdaptedProduct(self, number, sampled)
 
     def weight(self, number: int) -> AdaptedWeight:
-        """Says where the updates of a weight are; it has none if it has no chunks."""
+        """Locates the updates of a weight; no chunks: none."""
         known = self._known[number]
         aligned = known.aligned and not self._fixed  # which depends on other adapters, and compiles another kernel
         return AdaptedWeight(self._records, number, known.chunks, known.blocks, aligned, self._dtype)
@@ -292,7 +292,7 @@ class AdaptedProduct:
         return True
 
     def updates(self, step: DeviceInputs) -> ProductUpdates | None:
-        """Returns what a product needs to add the updates itself, after `shrink`; None if none can."""
+        """Returns the arguments of a product that adds the updates itself, after `shrink`; None if it cannot."""
         return None if self._sampled else self._adapters.updates(self._number, step)
 
     def expand(self, step: DeviceInputs, width: int, out: Any) -> None:

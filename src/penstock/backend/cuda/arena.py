@@ -20,7 +20,7 @@ from penstock.config import available_memory
 from penstock.errors import OutOfMemory
 
 ALIGNMENT = 512  # bytes, as torch's own
-SHARED_BYTES = 16 << 20  # of a segment that small tensors share
+SHARED_BYTES = 16 << 20  # a segment for small tensors
 SMALL_BYTES = 1 << 20  # tensors below this are small
 MOVED_BYTES = 1 << 30  # torch gives memory back after so much of it was moved
 HOST_SPARE = 1 << 30  # host memory that sleeping leaves to others
@@ -53,8 +53,7 @@ class MemoryDriver(Protocol):
 
     def zero(self, address: int, size: int) -> None: ...
 
-    def synchronize(self) -> None:
-        """Waits for all that is queued on the device."""
+    def synchronize(self) -> None: ...
 
     def tensor(self, range: Any) -> Any:
         """Returns a segment's bytes as a tensor, as long as which the segment lives."""
@@ -125,7 +124,6 @@ class Arena:
 
     @classmethod
     def on(cls, device: torch.device) -> Arena:
-        """Returns an arena that can sleep, if the device can."""
         if device.type != "cuda":
             return cls(device)
         driver = CudaDriver(device)
@@ -137,17 +135,14 @@ class Arena:
 
     @property
     def kept_bytes(self) -> int:
-        """Returns the bytes of contents that survive sleeping."""
         return sum(segment.size for segment in self._segments if segment.kept)
 
     @property
     def host_bytes(self) -> int:
-        """Returns the bytes of pinned host memory that it takes now."""
         return sum(segment.size for segment in self._segments if segment.host)
 
     @property
     def device_bytes(self) -> int:
-        """Returns the bytes of device memory that it takes now."""
         return sum(segment.size for segment in self._segments if segment.mapped)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype, kept: bool = True) -> Any:
@@ -234,7 +229,6 @@ class Arena:
         return self._driver.tensor(segment)
 
     def _map(self, segment: MemorySegment) -> None:
-        """Maps a segment, if need be with memory that torch has cached."""
         try:
             segment.map()
         except DriverError as error:

@@ -181,8 +181,8 @@ class CudaBackend:
             return False
 
     def prepare(self, rows: int, prompts: int = 0, program: int = 0, run: int = 0) -> None:
-        """Captures a program's graph of steps of so many rows, and of so many tokens of prompts beside them; of `rows`
-        tokens that attend in runs of at most `run`, if drafts are verified."""
+        """Captures a program's graph of steps with `rows` decoding rows and `prompts` tokens of prompts. With `run`,
+        rows verify drafts and attend in runs of at most that many tokens."""
         shape = Shape(rows + prompts, rows, rows, rows, prompts and 1, run=run)
         self._preparation.capture(self._programs[program], shape)
 

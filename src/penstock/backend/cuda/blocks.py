@@ -42,7 +42,7 @@ class CudaMemory(ABC):
 
     @abstractmethod
     def _caches(self) -> list[LayerCache]:
-        """Returns what blocks consist of, once they are reserved."""
+        """Returns the parts of blocks, once they are reserved."""
 
     @abstractmethod
     def _layouts(self) -> list[str]:
@@ -70,11 +70,9 @@ class CudaMemory(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of all blocks."""
         return sum(int(part.nbytes) for part in parts_of(self._caches()))
 
     def _by_block(self) -> list[Any]:
-        """Returns the bytes of each block in all arrays."""
         return [data for cache in self._caches() for data in cache.by_block()]
 
     def _index(self, blocks: Sequence[int]) -> Any:
@@ -109,7 +107,7 @@ class CudaBlocks(CudaMemory):
         return [*layouts, *hidden]
 
     def _caches(self) -> list[LayerCache]:
-        """Returns what blocks consist of, program by program, and then hidden states."""
+        """Returns the parts of blocks: of each program, then hidden states."""
         kv = [cache for program in self._programs.values() for cache in program.memory.kv.planes]
         return [*kv, *self._hidden.planes]
 
@@ -128,10 +126,8 @@ class CudaStates(CudaMemory):
 
 
 def parts_of(caches: Sequence[LayerCache]) -> list[Any]:
-    """Returns the arrays that caches consist of."""
     return [part for cache in caches for part in cache.parts()]
 
 
 def shapes_of(caches: Sequence[LayerCache]) -> str:
-    """Returns types and shapes of one block in the caches."""
     return " ".join(f"{part.dtype}{list(part.shape[1:])}" for part in parts_of(caches))

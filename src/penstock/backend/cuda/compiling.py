@@ -11,8 +11,8 @@ from triton.runtime._async_compile import active_mode
 
 
 def tell_of_compiling(tell: Callable[[bool], None]) -> None:
-    """Has `tell` called when this thread begins to compile a kernel that it waits for (True), and when the kernel is
-    compiled (False). Triton asks its hook before whether it shall compile at all: False, it shall."""
+    """Calls `tell` with True when this thread begins to compile a kernel that it waits for, and with False at the end.
+    Triton's hook returns whether to skip the compilation: False."""
     thread = get_ident()
 
     def hook(compiling: bool) -> Callable[..., bool]:

@@ -13,8 +13,8 @@ import numpy as np
 from penstock.backend.base import Batch, Ints
 
 BLOCK = 128  # positions that a program expands
-MOST_BLOCKS = 4096  # of all contexts of a step; longer ones are not expanded
-CONTEXT_COLUMNS = 3  # of a block: row of tables, first position, how many positions
+MOST_BLOCKS = 4096  # per step; longer contexts are not expanded
+CONTEXT_COLUMNS = 3  # row of tables, first position, number of positions of a block
 
 
 class ExpandedContexts(NamedTuple):
@@ -31,18 +31,16 @@ NO_CONTEXTS = ExpandedContexts(np.zeros((0, CONTEXT_COLUMNS), np.int32), np.zero
 class PromptSizes(NamedTuple):
     """Holds the sizes of a step's rows with prompts."""
 
-    counts: Ints  # of tokens
+    counts: Ints  # tokens
     lengths: Ints  # positions that they reach
 
     @classmethod
     def of(cls, batch: Batch, rows: Ints) -> PromptSizes:
-        """Returns the sizes of these rows."""
         ends = batch.row_start[rows + 1]
         return cls((ends - batch.row_start[rows]).astype(np.int64), (batch.positions[ends - 1] + 1).astype(np.int64))
 
     @classmethod
     def of_one(cls, tokens: int) -> PromptSizes:
-        """Returns the sizes of one whole prompt."""
         return cls(np.array([tokens], np.int64), np.array([tokens], np.int64))
 
     @property
@@ -58,7 +56,7 @@ class PromptSizes(NamedTuple):
 
 
 def place_contexts(batch: Batch, rows: Ints, sizes: PromptSizes, room: int) -> ExpandedContexts:
-    """Returns where the contexts of these rows are expanded, in a step that has room for so many blocks."""
+    """Places the contexts of these rows in a step with `room` blocks."""
     blocks = sizes.blocks
     first = np.cumsum(blocks) - blocks
     starts = np.zeros(len(batch.row_start) - 1, np.int32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import runpy
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -42,6 +41,8 @@ def _installed() -> bool:
 
 def _torch_problem() -> str:
     """Returns why torch cannot use the GPU; empty if it can."""
+    import runpy  # few commands need it
+
     spec = find_spec("torch")
     assert spec is not None
     assert spec.origin is not None

@@ -20,7 +20,7 @@ LEAST_SHARED_MEMORY = 48 << 10  # every GPU has this much
 
 @dataclass(frozen=True, slots=True)
 class DeviceProperties:
-    """Holds what kernels need to know about a GPU."""
+    """Holds the properties of a GPU that kernels depend on."""
 
     name: str
     capability: tuple[int, int]  # CUDA compute capability
@@ -36,7 +36,7 @@ class DeviceProperties:
 
     @property
     def has_hopper_gemm(self) -> bool:
-        """Returns whether kernels/hopper_gemm.py runs: WGMMA exists on compute capability 9.0 alone."""
+        """Returns whether kernels/hopper_gemm.py runs: WGMMA exists only on compute capability 9.0."""
         return self.capability == (9, 0)
 
     @property
@@ -50,9 +50,9 @@ class DeviceProperties:
         return self.capability == (9, 0)
 
     def stages_that_fit(self, stages: int, stage_bytes: int, fixed_bytes: int = 0) -> int:
-        """Returns how many of the wanted pipeline stages fit into shared memory beside `fixed_bytes`; at least one."""
+        """Returns how many of the wanted pipeline stages fit into shared memory with `fixed_bytes`; at least one."""
         return max(min(stages, (self.shared_memory - fixed_bytes) // stage_bytes), 1)
 
 
-# Triton's interpreter has no limits of its own: it takes the tilings of an H200 and none of its features.
+# Triton's interpreter has the tilings of an H200 without its features.
 INTERPRETER = DeviceProperties("the interpreter", (8, 9), 132, 227 << 10, 50 << 20)

@@ -1,4 +1,5 @@
-"""Chooses the tilings of one GPU: measured ones (`penstock doctor --tune`) first, else those of the source code."""
+"""Chooses the tilings of one GPU: measured ones (`penstock doctor --tune`) first, else the defaults of the source
+code."""
 
 from __future__ import annotations
 
@@ -80,7 +81,6 @@ class Tilings:
 
     @remembered
     def skinny(self, count: int, rows: int, width: int, itemsize: int, gated: bool = False) -> SkinnyTiling | None:
-        """Returns None where cuBLAS is faster."""
         usual = tilings.skinny_tiling(self.device, count, rows, width, itemsize, gated)
         found = self._tuned.find(Product("skinny", f"{8 * itemsize} bits", count, rows, width, gated))
         return SkinnyTiling(*found) if usual and found else usual

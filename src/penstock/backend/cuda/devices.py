@@ -33,7 +33,7 @@ def checked_device(name: str) -> torch.device:
 
 
 def device_properties(device: torch.device) -> DeviceProperties:
-    """Returns the properties of a GPU; those of Triton's interpreter for device "cpu"."""
+    """Returns the properties of a GPU, or of Triton's interpreter for device "cpu"."""
     if device.type != "cuda":
         return INTERPRETER
     found = torch.cuda.get_device_properties(device)

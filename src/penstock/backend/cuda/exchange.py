@@ -24,7 +24,7 @@ from penstock.backend.weight_exchange import EXPERTS, HEADS, MATRIX, VECTOR, Pac
 from penstock.errors import WeightsError
 from penstock.model.program import Program, record
 
-SHARED = (Workspace, Tilings, DeviceProperties)  # parts of weights that are no values of theirs
+SHARED = (Workspace, Tilings, DeviceProperties)  # parts of weights that are not values
 
 
 class CudaUpdate:

@@ -30,7 +30,7 @@ from penstock.backend.cuda.kernels.fp8 import quantize_fp8
 from penstock.backend.cuda.kernels.silu_and_mul import act_and_mul
 from penstock.backend.cuda.pack_quantized import QuantizedWeight, quantize_int4
 from penstock.backend.cuda.quantized_weights import Workspace, join
-from penstock.backend.cuda.storage import Layout, common_layout
+from penstock.backend.cuda.storage import WeightLayout, common_layout
 from penstock.backend.cuda.weights import (
     PLAIN,
     PackTarget,
@@ -55,8 +55,7 @@ class ExpertMatrices(Protocol):
     """Holds a matrix for each expert. For each token-expert pair, `out` [pairs, rows of one matrix] gets a row of x
     times the matrix of the pair's expert (+ bias)."""
 
-    def by_pairs(self, rows: ExpertRows, out: Any, gated: bool = False) -> None:
-        """Computes each pair by itself."""
+    def by_pairs(self, rows: ExpertRows, out: Any, gated: bool = False) -> None: ...
 
     def by_blocks(self, rows: ExpertRows, permutation: ExpertPermutation, size: int, out: Any) -> None:
         """Computes blocks of `size` pairs that have the same expert."""
@@ -101,7 +100,7 @@ class QuantizedExperts:
 
     weight: QuantizedWeight
     bias: Any | None  # [experts * rows] float32
-    factors: Any | None = None  # of products, where matrices have a factor each: [experts * rows] float32
+    factors: Any | None = None  # [experts * rows] float32, if matrices have factors
 
     def by_pairs(self, rows: ExpertRows, out: Any, gated: bool = False) -> None:
         quant_expert_gemv(rows._replace(x=rows.x.bfloat16()), self.weight, self.bias, out, gated, self.factors)
@@ -169,20 +168,19 @@ def activate(both: Any, hidden: Any, spec: ExpertSpec) -> None:
 
 
 def pack_matrices(stacks: Sequence[Stack], target: PackTarget) -> ExpertMatrices:
-    """Packs the matrices of all experts, in the layout that they have in common."""
     parts, workspace = [part for stack in stacks for part in stack.parts], target.workspace
     layout = common_layout(parts, target.rules, experts=True)
     parts = [as_near_blocks(part) or part for part in parts]
     bias = stacked_bias(parts, [one for stack in stacks for one in stack.bias], workspace.arena.device)
     match layout:
-        case Layout.CODES:
+        case WeightLayout.CODES:
             log_growth(parts[:1], workspace)
             return pack_quantized_experts(parts, bias, workspace)
-        case Layout.FP8:
+        case WeightLayout.FP8:
             return pack_fp8_experts(parts, bias, workspace)
-        case Layout.INT4:
+        case WeightLayout.INT4:
             return QuantizedExperts(quantize_int4(values_to_quantize(parts, target)), bias)
-        case Layout.ROW_FP8:
+        case WeightLayout.ROW_FP8:
             made = quantize_fp8(values_to_quantize(parts, target))
             return Fp8Experts(made.values, made.scales, bias, workspace.tilings)
     log_values(parts, target)
@@ -203,7 +201,6 @@ def log_values(parts: Sequence[Tensor], target: PackTarget) -> None:
 
 
 def pack_quantized_experts(parts: Sequence[Tensor], bias: Any | None, workspace: Workspace) -> QuantizedExperts:
-    """Packs parts in one quantized format, each of which may have a factor."""
     matrices = [packed(part, workspace.transfer) for part in parts]
     factors = None
     if any(part.scales is not None for part in parts):

@@ -18,9 +18,9 @@ from penstock.backend.sample import answers
 from penstock.backend.sampler_chain import with_chains
 from penstock.types import StepResult
 
-IN_FLIGHT = 3  # buffers: one is written while those of the steps before may still be read
+IN_FLIGHT = 3  # buffers: one is written while two may still be read
 
-# Logits, what is asked of them, their first position, and where their tokens go.
+# Logits, their sampling parameters, their first position, and the place of their tokens.
 Sampling = tuple[Any, DeviceInputs, SampleRows, int, Any]
 
 
@@ -37,7 +37,6 @@ class Flight:
     masks: Bitmasks | None
 
     def wait(self) -> StepResult:
-        """Returns the step's answer once it is there."""
         if self.done is not None:
             self.done.synchronize()
         logprobs = [entry for asked in self.asked for entry in asked.read()]

@@ -1,10 +1,10 @@
-"""Predicts how much memory a model takes on a GPU, from its file headers alone. It imports no torch."""
+"""Predicts how much memory a model takes on a GPU, only from its file headers. It imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from penstock.backend.cuda.storage import CODE_BITS, FP8, Layout, StorageRules, storage_of
+from penstock.backend.cuda.storage import CODE_BITS, FP8, StorageRules, WeightLayout, storage_of
 from penstock.model.formats.trellis import trellis_of
 from penstock.model.spec import ModelSpec
 from penstock.model.tensor import Tensor
@@ -13,10 +13,8 @@ ALLOCATION_OVERHEAD = 1.02  # the device gives memory in large pieces
 
 
 def weight_bytes(tensors: Iterable[Tensor], rules: StorageRules) -> int:
-    """Returns the bytes of all packed weights."""
-    stored = [storage_of(tensor, rules) for tensor in tensors]
-    vectors = sum(each.bytes for each in stored if each.layout is Layout.VECTOR)
-    return int(vectors + ALLOCATION_OVERHEAD * sum(each.bytes for each in stored if each.layout is not Layout.VECTOR))
+    stored = (storage_of(tensor, rules) for tensor in tensors)
+    return int(sum(each.bytes * (1 if each.layout is WeightLayout.VECTOR else ALLOCATION_OVERHEAD) for each in stored))
 
 
 def expands(tensor: Tensor) -> bool:

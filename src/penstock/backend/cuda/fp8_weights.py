@@ -1,4 +1,4 @@
-"""Holds FP8 matrices: those of FP8 checkpoints, with the file's own codes and scales, and those quantized at load."""
+"""Holds FP8 matrices: from FP8 checkpoints, with the file's own codes and scales, or quantized at load."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Fp8Matrix:
 
 @dataclass(slots=True)
 class RowScaledFp8(Fp8Matrix):
-    """Has a scale for each row (weight: Fp8Weight)."""
+    """Holds a scale for each row (weight: Fp8Weight)."""
 
     weight: Fp8Weight
 
@@ -121,7 +121,7 @@ class RowScaledFp8(Fp8Matrix):
 
 @dataclass(slots=True)
 class BlockScaledFp8(Fp8Matrix):
-    """Has a scale for every 128 columns of a row (weight: Fp8BlockWeight)."""
+    """Holds a scale for every 128 columns of a row (weight: Fp8BlockWeight)."""
 
     weight: Fp8BlockWeight
 

@@ -13,7 +13,7 @@ from penstock.backend.cuda.flight import SampledTokens
 from penstock.backend.cuda.lost_device import cannot_go_on
 from penstock.errors import OutOfMemory
 
-NO_MEMORY = 32 << 20  # with less than this free, any error of the driver is a shortage
+NO_MEMORY = 32 << 20  # below this, any error of the driver counts as a shortage
 INTERPRETER_MEMORY = 1 << 30  # bytes that tests plan with
 
 
@@ -25,7 +25,7 @@ class MemoryOfGpu(NamedTuple):
 
 
 class Gpu:
-    """Queues steps on one stream, and answers beside the next step on another."""
+    """Queues steps on one stream, and copies of answers on another."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -33,7 +33,6 @@ class Gpu:
         self._answering: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def on_stream(self) -> AbstractContextManager[Any]:
-        """Makes the stream of steps, and with it the device, the current one."""
         return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
 
     def on_device(self) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""Captures CUDA graphs: a step is one launch in place of hundreds. Graphs exist for a few shapes, to which all but the
+"""Captures CUDA graphs: a step is one launch instead of hundreds. Graphs exist for a few shapes, to which all but the
 largest steps are padded."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CAPTURE_MEMORY = 64 << 20  # bytes that must be free: a capture that finds no me
 PROMPT_TOKENS = 128  # steps with prompts have a multiple: for sizes in between, cuBLAS picks slower kernels
 TOKENS_PER_TILE = 16  # decides how many tiles there is room for; full tiles hold more
 FEW_SHARING = 16  # rows below which sharing a prefix seldom pays
-MOST_IN_RUNS, MOST_ALONE = 384, 64  # tokens of steps that verify drafts, where those of a row attend together, or not
+MOST_IN_RUNS, MOST_ALONE = 384, 64  # tokens of steps with drafts, if a row's tokens attend together, or not
 
 
 def bucket_decode_rows(rows: int) -> int:
@@ -37,7 +37,7 @@ def bucket_decode_rows(rows: int) -> int:
 
 
 def padded_sizes(rows: int) -> list[int]:
-    """Returns the numbers of tokens that steps without prompts, of at most so many, are padded to."""
+    """Returns the sizes that steps of at most `rows` tokens without prompts are padded to."""
     return list(dict.fromkeys(bucket_decode_rows(count) for count in range(1, rows + 1)))
 
 
@@ -48,7 +48,7 @@ def verified_sizes(rows: int, run_sizes: Sequence[int]) -> list[int]:
 
 
 def padded(shape: Shape, spare: int = SPARE_SPLITS) -> Shape:
-    """Returns the shape that a step is padded to, with so many splits beyond one for each run; its own if it is too
+    """Returns the shape that a step is padded to, with `spare` splits beyond one for each run; its own if it is too
     large for a graph."""
     if shape.segmented:
         return padded_segments(shape)
@@ -88,13 +88,13 @@ def in_segments(shape: Shape, run: int) -> Shape:
 
 
 def bucket_mixed_rows(rows: int) -> int:
-    """Returns how many rows a step with prompts is padded to: padding costs little beside prompts."""
+    """Returns how many rows a step with prompts is padded to: compared with prompts, padding costs little."""
     return 8 if rows <= 8 else round_up(rows, 64)
 
 
 def step_rows(rows: int) -> int:
-    """Returns how many positions are sampled at once, where steps have at most so many rows: room for drafts of many
-    rows, if there may be many."""
+    """Returns how many positions are sampled at once in steps of at most `rows` rows, with room for drafts of many
+    rows."""
     rows = bucket_mixed_rows(rows)
     return rows if rows <= 8 else max(rows, min(4 * rows, MOST_IN_RUNS))
 
@@ -116,7 +116,7 @@ def round_up(value: int, to: int) -> int:
 def common_shapes(
     rows: int, tokens: int, budget: int, run_sizes: Sequence[int], spare: int = SPARE_SPLITS
 ) -> Iterator[Shape]:
-    """Yields the shapes that most steps of at most so many rows and tokens have, the likeliest first: prompts, then
+    """Yields the usual shapes of steps with at most `rows` rows and `tokens` tokens, the likeliest first: prompts, then
     answers, then both, with up to `budget` tokens while 64 rows answer, then answers that share prefixes, then drafts,
     in runs of these sizes."""
     pad = partial(padded, spare=spare)
@@ -145,9 +145,9 @@ def draft_shapes(
 
 
 def of_each_kind(shapes: Sequence[Shape]) -> list[Shape]:
-    """Returns some of the shapes that launch all kernels which the others launch. Products differ by the number of
-    tokens, up to twice as many; attention by what a step has; and Triton compiles a kernel twice if a number that it is
-    given is a multiple of 16 in some steps only."""
+    """Returns some of the shapes, which launch the kernels of all. Products differ by the number of
+    tokens, up to twice as many; attention by the parts of a step; and Triton compiles a kernel twice if an argument
+    is a multiple of 16 only in some steps."""
     kinds: dict[tuple[object, ...], list[Shape]] = {}
     sizes: dict[int, Shape] = {}
     for shape in shapes:
@@ -186,7 +186,6 @@ class Graphs:
         return self._program.run_sampled(step, len(step.sampled))
 
     def has(self, shape: Shape) -> bool:
-        """Returns True if the shape has a graph."""
         return shape in self._graphs
 
     def forget(self) -> None:
@@ -213,7 +212,7 @@ class Graphs:
 
     def _captured(self, step: DeviceInputs) -> Any:
         graph = torch.cuda.CUDAGraph()
-        with no_collection():  # to free a device's memory takes calls that end a capture
+        with no_collection():  # freeing a device's memory would end the capture
             graph.capture_begin(capture_error_mode="thread_local")
             try:
                 self.launch(step)

@@ -23,11 +23,11 @@ class HiddenStates:
     def __init__(self, dtype: torch.dtype, arena: Arena) -> None:
         self._dtype = dtype
         self._arena = arena
-        self._widths: dict[int, int] = {}  # by kind
+        self._widths: dict[int, int] = {}
         self._arrays: dict[int, Any] = {}  # [blocks, block_size, width]
 
     def declare(self, widths: Mapping[int, int]) -> None:
-        """Takes note of the kinds that a program stores or loads, and of their widths. Raises UnsupportedModel if
+        """Adds the kinds that a program stores or loads, with their widths. Raises UnsupportedModel if
         another program has other widths."""
         for number, width in widths.items():
             if self._widths.setdefault(number, width) != width:
@@ -37,7 +37,6 @@ class HiddenStates:
 
     @property
     def bytes_per_token(self) -> int:
-        """Returns the bytes of one token's hidden states."""
         return sum(self._widths.values()) * int(self._dtype.itemsize)
 
     def reserve(self, size: tuple[int, int]) -> None:
@@ -45,12 +44,10 @@ class HiddenStates:
         self._arrays = {kind: self._arena.zeros((*size, width), self._dtype) for kind, width in self._widths.items()}
 
     def free(self) -> None:
-        """Gives the memory back."""
         self._arrays.clear()
 
     @property
     def planes(self) -> list[LayerCache]:
-        """Returns what they add to blocks."""
         return [LayerCache(self._arrays[kind], None) for kind in sorted(self._arrays)]
 
     def rows(self, number: int) -> Any:
@@ -61,7 +58,7 @@ class HiddenStates:
 class StoredRows(NamedTuple):
     """Says which rows of a step a node stores, and how many positions after their own."""
 
-    sampled: bool  # False: those of all tokens
+    sampled: bool  # False: all tokens
     ahead: int
 
 
@@ -94,12 +91,12 @@ class HiddenPlaces:
         self._numbers.copy_(self._staged[turn], non_blocking=True)
 
     def of(self, rows: StoredRows, count: int) -> Any:
-        """Returns the places of so many rows: [count]."""
+        """Returns the places of `count` rows: [count]."""
         return self._numbers[self._stores.index(rows), :count]
 
 
 def fill_places(into: Ints, stores: Sequence[StoredRows], batch: Batch, group: int, blocks: tuple[int, int]) -> None:
-    """Writes the place of each row, and for those that only pad, that of the block after the last."""
+    """Writes the place of each row; padding goes to the block after the last."""
     (count, size), table = blocks, batch.tables[group]
     owner = np.repeat(np.arange(len(batch.slots)), np.diff(batch.row_start))  # [T]
     for line, (sampled, ahead) in zip(into, stores, strict=True):

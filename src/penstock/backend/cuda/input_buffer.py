@@ -22,7 +22,7 @@ from penstock.backend.cuda.staging import Event, Staging
 from penstock.backend.cuda.step_layout import DeviceInputs, StepNumbers
 
 TABLE_WORDS = 1 << 20
-SPARE_TILES = 64  # that only pad
+SPARE_TILES = 64  # padding
 KEPT = 256  # shapes whose fields are remembered
 Fields = Callable[[Shape, int], DeviceInputs]
 StagedFields = Callable[[int, Shape, int], DeviceInputs]
@@ -38,7 +38,7 @@ class InputBuffer:
         self._table_words = TABLE_WORDS
 
     def reserve(self, blocks: int, block_size: int, groups: int) -> None:
-        """Makes room for steps over a KV cache with so many layer groups. Graphs made before read another place."""
+        """Makes room for steps over a KV cache with `groups` layer groups. Graphs made before read another place."""
         self._blocks, self._block_size, self._groups = blocks, block_size, groups
         self._reserve()
 
@@ -68,7 +68,7 @@ class InputBuffer:
 
     def _reserve(self) -> None:
         if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # steps in flight read what is given up here
+            torch.cuda.synchronize(self._device)  # steps in flight read the old buffer
         t, r = self._sizes.tokens, self._sizes.rows
         splits = max(r + inputs.MOST_SPARE, most_splits(t, r, 1))
         expanded = 2 * MOST_BLOCKS  # they are rounded up to a power of two
@@ -83,8 +83,8 @@ class InputBuffer:
 
 
 def fields_of(on_device: Any, staged: Sequence[Ints]) -> tuple[Fields, StagedFields]:
-    """Returns what finds the fields of a shape and a number of layer groups on the device, and in each host buffer. It
-    remembers them: steps have few shapes, and to make views takes time."""
+    """Returns functions that make the fields of a shape and a number of layer groups, on the device and in each host
+    buffer. They cache them: steps have few shapes, and views take time."""
 
     @lru_cache(KEPT)
     def fields(shape: Shape, groups: int) -> DeviceInputs:

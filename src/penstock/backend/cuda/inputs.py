@@ -27,7 +27,7 @@ MOST_SPARE = 256  # the same, where few programs attend to a split
 FILLED = 512  # programs that fill a large device
 SHORTEST_SPLIT = 64
 MOST_VERIFIED = 65  # tokens of a row that verifies a draft: the longest draft, and the token before it
-FEW_TOKENS = 17  # of a row that attends as if it verified a draft, in any case
+FEW_TOKENS = 17  # a row of at most this many always attends as if it verified a draft
 RUNS = 1, 4, 16  # tokens of such a row that attend together, at most: more where that spares enough reading
 RUN_QUERIES = 64  # pairs of token and head of a run, at most
 LONG_RUNS = 64  # runs of the largest size that a step has room for
@@ -47,7 +47,7 @@ class Shape(NamedTuple):
     run: int = 0  # tokens of a row that attend together, at most; 0: no row has several but in tiles
     shared: int = 0  # pieces that prefixes are split into which several rows have in common
     expanded: int = 0  # blocks of contexts that are expanded for the tokens of tiles; 0: none are
-    segmented: bool = False  # all rows attend in runs, whatever they are for: see segments.py; `decodes` counts rows
+    segmented: bool = False  # all rows attend in runs: see segments.py; `decodes` counts rows
 
 
 NO_SPLITS: Ints = np.zeros((0, 8), np.int32)
@@ -55,7 +55,7 @@ NO_SPLITS: Ints = np.zeros((0, 8), np.int32)
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """Says what attention and adapters have to do for a batch, and which shape the step has."""
+    """Divides the attention and the adapters of a batch; `shape` is the step's."""
 
     shape: Shape
     splits: Ints  # [P, 8]
@@ -134,13 +134,12 @@ def only_verifies(batch: Batch, counts: Ints, most: int) -> bool:
 
 
 def run_sizes_of(group: int) -> tuple[int, ...]:
-    """Returns how many tokens of a row may attend together, where so many query heads share a KV head, in rising
-    order."""
+    """Returns the possible run sizes, rising, if `group` query heads share a KV head."""
     return tuple(dict.fromkeys(max(min(size, RUN_QUERIES // group), 1) for size in RUNS))
 
 
 def run_size(counts: Ints, lengths: Ints, sizes: Sequence[int]) -> int:
-    """Returns the size of runs for rows of so many tokens and contexts of these lengths."""
+    """Returns the size of runs for rows with these numbers of tokens and context lengths."""
     best = sizes[0]
     for size, least in zip(sizes[1:], SPARED, strict=False):
         runs = -(-counts // size)
@@ -151,7 +150,7 @@ def run_size(counts: Ints, lengths: Ints, sizes: Sequence[int]) -> int:
 
 
 def most_runs(rows: int, size: int) -> int:
-    """Returns how many runs of a size a step of at most so many tokens has room for."""
+    """Returns how many runs of a size fit in a step of at most `rows` tokens."""
     return min(rows, LONG_RUNS) if size > RUNS[1] else rows
 
 
@@ -167,13 +166,13 @@ def runs_of(batch: Batch, rows: Ints, size: int) -> tuple[Ints, Ints, Ints]:
 
 
 def spare_splits(programs: int) -> int:
-    """Returns how many splits there may be beyond one for each run, where so many programs attend to each."""
+    """Returns how many splits there may be beyond one for each run, if `programs` programs attend to each."""
     return min(max(FILLED // programs, SPARE_SPLITS), MOST_SPARE)
 
 
 def split_lines(rows: int, run_sizes: Sequence[int], spare: int = SPARE_SPLITS) -> int:
-    """Returns how many tokens of splits there can be in a step of at most so many rows: each has a line in SplitKV.
-    Those of shared prefixes come after the ones of rows."""
+    """Returns the most tokens of splits in a step of `rows` rows: each has a line in SplitKV. Shared prefixes come
+    after rows."""
     runs = max((most_runs(rows, size) + spare) * size for size in run_sizes)
     return max(runs, rows + spare + SHARED_SPLITS * MOST_TOKENS)
 

@@ -13,7 +13,6 @@ from penstock.model.gguf.iquants import code_books
 
 
 def tabled(name: str, group: int) -> Coding:
-    """Returns the coding of a format whose codes index a table."""
     table = tuple(number * iquants.FACTORS[name] for number in iquants.TABLES[name])
     return Coding(4, group, False, 0, bytes=True, table=table)
 
@@ -35,7 +34,6 @@ CODINGS = {
 
 @lru_cache(maxsize=32)
 def code_book(name: str, device: torch.device) -> Array:
-    """Returns a code book on the device."""
     return torch.from_numpy(code_books()[name]).to(device)
 
 
@@ -51,7 +49,6 @@ def number(packed: Array) -> Array:
 
 
 def pieces(numbers: Array, shifts: tuple[int, ...], mask: int) -> Array:
-    """QuantBlocks of each number, as the last axis."""
     return numbers[..., None] >> torch.tensor(shifts, device=numbers.device) & mask
 
 

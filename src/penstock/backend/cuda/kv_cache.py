@@ -1,4 +1,4 @@
-"""Keeps the KV cache of layers: in the type of activations, or in 8 or 4 bits with scales (kernels/kv8.py says why).
+"""Keeps the KV cache of layers: in the type of activations, or in 8 or 4 bits with scales (see kernels/kv8.py).
 
 Keys and values in one format, of 8 or 16 bits, lie in one tensor; else each has a tensor of its own.
 """
@@ -32,18 +32,17 @@ class LayerCache(NamedTuple):
             yield part.view(torch.uint8).reshape(len(part), -1)
 
     def parts(self) -> list[Any]:
-        """Returns its arrays."""
         sides = [part if isinstance(part, tuple) else (part,) for part in self]
         return [part for pair in sides for part in pair if part is not None]
 
 
 class KvLayout(NamedTuple):
-    """Says what caches are made of."""
+    """Describes the layout of caches."""
 
     dtype: torch.dtype
     scaled: bool
     activations: torch.dtype  # the type of index keys, which have no scales
-    apart: KvFormats | None = None  # of keys and values that have tensors of their own
+    apart: KvFormats | None = None  # formats of keys and values in separate tensors
 
     @property
     def is_kv8(self) -> bool:
@@ -51,7 +50,6 @@ class KvLayout(NamedTuple):
         return self.scaled and self.apart is None
 
     def bytes_per_token(self, spec: AttentionSpec) -> int:
-        """Returns the bytes of one token in one layer."""
         if self.apart:
             self.apart.check(spec)
             return spec.kv_heads * sum(self._side_bytes(side, spec.head_dim) for side in self.apart)
@@ -75,7 +73,6 @@ class KvLayout(NamedTuple):
         return LayerCache(tuple(lines), tuple(scales))
 
     def reserve(self, spec: AttentionSpec, num_blocks: int, block_size: int, arena: Arena) -> LayerCache:
-        """Makes an empty cache for layers of this shape."""
         if self.apart:
             return self._reserve_sides(self.apart, spec, (num_blocks, block_size), arena)
         size = (num_blocks, 2, block_size) if spec.v_dim else (num_blocks, 2, spec.kv_heads, block_size)
@@ -104,7 +101,7 @@ class KvPlace(NamedTuple):
 
 
 def places_of(layers: Mapping[int, AttentionSpec], groups: Sequence[KvGroup]) -> dict[int, KvPlace]:
-    """Returns where layers lie. A plane has room for the largest layer, or for as many smaller ones as fit, and each
+    """Returns where layers lie. A plane has room for the largest layer, or for several smaller ones, and each
     group fills planes from the first one on: a block belongs to one group at a time. Without groups all layers are one.
     Raises ValueError if a layer is in no group, or in two."""
     listed = [group.layers for group in groups] or [tuple(layers)]
@@ -133,8 +130,8 @@ def reserve_caches(
     size: tuple[int, int],
     arena: Arena,
 ) -> tuple[dict[int, LayerCache], list[LayerCache]]:
-    """Makes empty caches of `size` (blocks, positions of each); returns that of each layer, and what all blocks consist
-    of. Layers that lie at the same place in different groups share a cache."""
+    """Makes empty caches of `size` (blocks, positions of each); returns each layer's, and the planes of
+    all blocks. Layers that lie at the same place in different groups share a cache."""
     places = places_of(layers, groups)
     shapes = {(spec.kv_heads, spec.head_dim) for spec in layers.values()}
     if len(shapes) <= 1 or any(spec.v_dim for spec in layers.values()):

@@ -1,10 +1,10 @@
 """Plans which prompts attend to a copy of their context in 16 bits, where the KV cache has 8.
 
-Hopper's prefill kernel reads 16 bits alone. A copy takes time for every position of a context, and the kernel saves
-time for every pair of a token and a position that it sees. All layers use the same memory for their copies. Contexts
-that it has no room for are attended to in 8 bits, by the kernel for every GPU.
+Hopper's prefill kernel reads only 16 bits. A copy takes time for every position of a context, and the kernel saves
+time for every pair of a token and a position that it sees. All layers use the same memory for their copies. Longer
+contexts are attended to in 8 bits, by the kernel for every GPU.
 
-The figures are those of an H200.
+The figures are for an H200.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from penstock.model.spec import AttentionSpec
 if TYPE_CHECKING:
     from penstock.backend.cuda.device_tilings import Tilings
 
-PLAIN_FLOPS, HOPPER_FLOPS = 188e12, 640e12  # of both kernels in a second, the plain one with 8 bits
+PLAIN_FLOPS, HOPPER_FLOPS = 188e12, 640e12  # per second of both kernels, the plain one with 8 bits
 PLAIN_POSITION, HOPPER_POSITION = 50e-9, 12e-9  # seconds for a position of 128 dimensions: they come one by one
 BANDWIDTH = 3.2e12  # bytes that a copy reads and writes in a second
 LAUNCH = 5e-6  # seconds
-MARGIN = 1.5  # by which a copy must save more than it takes: all of this is an estimate
-VALUE_BYTES = 2  # of a copy
+MARGIN = 1.5  # required ratio of saved time to the copy's: both are estimates
+VALUE_BYTES = 2  # in a copy
 BLOCK_SIZE = 16  # positions in a block of the cache, which the kernel copies at a time
 MOST_BYTES = 512 << 20
 MOST_PER_TOKEN = 16  # positions for each token of the largest step
-FEWEST_BLOCKS = 16  # that a step has room for, so that graphs are few
-TABLE_WORDS = 1 << 20  # of the tables of copies; a step with larger tables makes no copy
+FEWEST_BLOCKS = 16  # a minimum, so that graphs are few
+TABLE_WORDS = 1 << 20  # a step with larger tables makes no copy
 
 
 class KvCopies(NamedTuple):
@@ -60,7 +60,6 @@ class KvExpansion:
 
     @property
     def bytes(self) -> int:
-        """Returns what copies and their tables take."""
         return self.room * self.width * VALUE_BYTES + 4 * TABLE_WORDS
 
     @property
@@ -73,7 +72,7 @@ class KvExpansion:
         return KvCopies(memory.view(-1, 2, self.kv_heads, BLOCK_SIZE, self.dims), tables)
 
     def usual_blocks(self, tokens: int) -> int:
-        """Returns how many blocks most steps with so many tokens of prompts have room for: those of one prompt."""
+        """Returns the blocks of one prompt with `tokens` tokens: most steps have one."""
         sizes = PromptSizes.of_one(tokens)
         return self._padded(int(sizes.blocks.sum())) if self.pays(sizes) else 0
 
@@ -88,8 +87,8 @@ class KvExpansion:
         return saved > MARGIN * (copied / BANDWIDTH + LAUNCH)
 
     def place(self, batch: Batch, rows: Ints) -> ExpandedContexts:
-        """Returns where the contexts of these rows with prompts are copied: nowhere if that takes longer, or if there
-        is no room."""
+        """Returns where the contexts of these rows with prompts are copied: nowhere if that takes longer or room is
+        short."""
         sizes = PromptSizes.of(batch, rows)
         total = int(sizes.blocks.sum())
         if total * BLOCK > self.room or batch.tables.size > TABLE_WORDS or not self.pays(sizes):
@@ -102,7 +101,7 @@ class KvExpansion:
 
 
 def kv_expansion_of(layers: Collection[AttentionSpec], tokens: int, tilings: Tilings) -> KvExpansion | None:
-    """Returns how a model with these layers, whose cache has 8 bits, copies contexts where its largest step has so many
+    """Returns how a model with these layers, whose cache has 8 bits, copies contexts in steps of at most `tokens`
     tokens; None if it never does: Hopper's kernel does not run or lacks something that some layer has, or layers have
     heads of different shapes."""
     shapes = {(spec.heads, spec.kv_heads, spec.head_dim) for spec in layers}
@@ -117,7 +116,7 @@ def kv_expansion_of(layers: Collection[AttentionSpec], tokens: int, tilings: Til
 
 
 def sees_all(spec: AttentionSpec) -> bool:
-    """Returns whether Hopper's kernel does what a layer asks for, and every token sees all of its context: of a window
-    most of a copy would be in vain."""
+    """Returns whether Hopper's kernel has all features of a layer, and every token sees all of its context: with a
+    window, most of a copy would be wasted."""
     others = spec.window, spec.chunk, spec.temperature, spec.v_dim, spec.q_gain, spec.distance_bias
     return spec.causal and not any(others)

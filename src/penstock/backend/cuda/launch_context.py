@@ -1,4 +1,4 @@
-"""Holds what launchers need besides a node of the recorded program."""
+"""Holds the state that launchers need besides a node of the recorded program."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class KvMemory:
 
     groups: Mapping[int, int] = field(default_factory=dict)  # the KV group of each layer
     hidden_group: int = 0  # the KV group whose blocks hidden states lie in
-    caches: Mapping[int, LayerCache] = field(default_factory=dict)  # by layer
+    caches: Mapping[int, LayerCache] = field(default_factory=dict)
     planes: Sequence[LayerCache] = ()  # the parts of a block: caches are views of them
     index_scores: Any = None  # see kernels/select_positions.py
 
 
 @dataclass(slots=True)
 class Memory:
-    """Holds what steps leave on the device for later ones, and scratch that all layers share."""
+    """Holds a program's state between steps, and scratch that all layers share."""
 
     last: Any  # [slots + 1] the token each slot sampled last
     tokens: Any  # [T] the step's tokens, all known
@@ -45,7 +45,7 @@ class Memory:
     hidden: HiddenStates  # which programs store for each other
     hidden_places: HiddenPlaces  # where a step's rows are stored there
     expansion: MlaExpansion | KvExpansion | None  # how contexts of prompts are expanded; None: they are not
-    copies: KvCopies | None  # of contexts of a cache with 8 bits
+    copies: KvCopies | None  # copied contexts of a cache with 8 bits
     split_kv: SplitKV  # partial results of decode attention over long contexts
     kv: KvMemory = field(default_factory=KvMemory)
 
@@ -57,16 +57,16 @@ class Memory:
 
 @dataclass(slots=True)
 class Context:
-    """Holds what launchers need besides a node: the device's memory, and constants that nodes share."""
+    """Holds the device's memory, and constants that nodes share."""
 
     memory: Memory
     device: torch.device
     tilings: Tilings
     _frequencies: dict[tuple[float, ...], Any] = field(default_factory=dict)
-    _permutations: dict[tuple[int, int], ExpertPermutation] = field(default_factory=dict)  # by (experts, top_k)
+    _permutations: dict[tuple[int, int], ExpertPermutation] = field(default_factory=dict)  # key: experts, top_k
 
     def frequencies(self, rope: RopeSpec, pairs: int) -> Any:
-        """Returns the frequencies of RoPE on the device, for a head with so many pairs."""
+        """Returns the frequencies of RoPE on the device, for a head with `pairs` pairs."""
         key = rope.inv_freq or (0.0,) * pairs  # where nothing is rotated: MLA rotates by 0
         if key not in self._frequencies:
             self._frequencies[key] = torch.tensor(key, dtype=torch.float64, device=self.device)

@@ -21,18 +21,18 @@ from penstock.model.ops import MlaWeights
 from penstock.model.program import Buffer, OpNode
 from penstock.model.spec import AttentionSpec
 
-HOPPER_BYTES = 2  # of values that hopper_mla.py reads
+HOPPER_BYTES = 2  # size of the values that hopper_mla.py reads
 
 
 class MlaScratch(NamedTuple):
     """Holds memory that the forms of MLA use one after the other."""
 
     absorbed: Any  # queries where the latents are; then expanded keys and values
-    found: Any  # what the queries find there; then what was found in earlier pieces of a context
+    found: Any  # results for the queries, then for earlier pieces of a context
 
 
 class MlaLayer(NamedTuple):
-    """Holds what all tokens of a layer are computed with."""
+    """Holds the weights, spec and cache of a layer."""
 
     weights: MlaWeights
     spec: AttentionSpec
@@ -40,7 +40,7 @@ class MlaLayer(NamedTuple):
 
 
 def mla_scratch(node: OpNode) -> tuple[Buffer, Buffer]:
-    """Returns the buffers of an attend_mla node: both are as large as for the largest step, whatever the step."""
+    """Returns the buffers of an attend_mla node: both fit the largest step."""
     dims = MlaDims.of(node)
     return Buffer("N", dims.absorbed_width), Buffer("N", dims.found_width)
 

@@ -1,7 +1,7 @@
 """Maps each op of a recorded program (model/program.py) to a function that launches it on the device.
 
-A launcher is called as `launcher(context, step, *buffers, **attributes)`: the buffers are those of the node's inputs,
-outputs and scratch, the attributes are the node's own.
+A launcher is called as `launcher(context, step, *buffers, **attributes)`: the buffers of the node's inputs, outputs and
+scratch, and the node's attributes.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def bind(node: OpNode, context: Context) -> Callable[..., None]:
         constants["frequencies"] = context.frequencies(index.rope, index.head_dim // 2)
     if node.op == "attend":
         options = node.attributes["spec"].options | node.attributes["vectors"]
-        whole_rows = {"causal", "distance_bias"}  # a row of one token sees itself alone, whatever these are
+        whole_rows = {"causal", "distance_bias"}  # a row of one token sees only itself
         constants["whole_rows"] = {name: options.pop(name) for name in whole_rows.intersection(options)}
-        del options["shares_kv"]  # the width of a row tells it
+        del options["shares_kv"]  # the width of a row implies it
         constants["options"] = options
     if node.op in ("linear", "gated_linear"):
         sampled, gated = node.inputs[0].symbol == "S", node.op == "gated_linear"
@@ -97,7 +97,6 @@ def check_activation(act: str, supported: Collection[str]) -> None:
 
 
 def scratch(node: OpNode) -> tuple[Buffer, ...]:
-    """Returns the buffers that a node needs while it runs."""
     if node.op == "gated_linear":
         return (Buffer(node.outputs[0].symbol, node.attributes["weight"].rows),)  # the product before its gate
     if node.op == "moe":
@@ -109,7 +108,7 @@ def scratch(node: OpNode) -> tuple[Buffer, ...]:
         return mla_scratch(node)
     if node.op in ("delta_net", "mamba2"):
         spec, read = node.attributes["spec"], node.outputs[0].width
-        pairs = [spec.pairs_width] * 2 if isinstance(spec, DeltaSpec) else []  # of tokens of one chunk
+        pairs = [spec.pairs_width] * 2 if isinstance(spec, DeltaSpec) else []  # pairs of tokens of one chunk
         return tuple(Buffer("T", width, "float32") for width in (spec.width, read, *pairs))
     return ()
 
@@ -122,7 +121,7 @@ CAPABILITIES = Capabilities(
 
 
 def fp8_rows(weight: Weight | None, rows: Any) -> Fp8Activations | None:
-    """Returns a view of the rows as FP8 activations, if that is how a product with the weight wants so many."""
+    """Returns a view of the rows as FP8 activations, if a product of this size takes them."""
     return fp8_view(rows) if weight is not None and weight.takes_fp8(len(rows)) else None
 
 
@@ -291,7 +290,7 @@ def prompt_kv(context: Context, step: DeviceInputs, cache: Any, scales: Any | No
 def attend_shared(
     context: Context, step: DeviceInputs, qkv: Any, out: Any, spec: AttentionSpec, kv: tuple[Any, Any]
 ) -> SharedPlaces:
-    """Attends to the prefixes that rows have in common; returns where what was found is."""
+    """Attends to the prefixes that rows share; returns the place of the results."""
     cache, scales = kv
     group = spec.heads // spec.kv_heads
     tokens = tile_tokens(group)

@@ -1,4 +1,4 @@
-"""Holds what belongs to one of the programs that a GPU runs: each has memory and graphs of its own."""
+"""Holds one of the programs that a GPU runs, with its own memory and graphs."""
 
 from __future__ import annotations
 
@@ -66,11 +66,9 @@ class LoadedProgram:
 
     @property
     def state_bytes(self) -> int:
-        """Returns the bytes of all recurrent states."""
         return sum(int(states.nbytes) for states in self.memory.states.layers.values())
 
     def bytes_per_token(self, layout: KvLayout) -> int:
-        """Returns the bytes of one token in the KV cache."""
         return sum(layout.bytes_per_token(spec) for spec in self.program.layers.values())
 
     def check_groups(self, groups: Sequence[KvGroup]) -> None:
@@ -78,7 +76,7 @@ class LoadedProgram:
         places_of(self.program.layers, groups)
 
     def reserve_kv(self, layout: KvLayout, size: tuple[int, int], states: int, groups: Sequence[KvGroup]) -> None:
-        """Reserves a KV cache of `size` (blocks, positions of each) and so many recurrent states."""
+        """Reserves a KV cache of `size` (blocks, positions of each) and `states` recurrent states."""
         layers, memory = self.program.layers, self.memory
         caches, planes = reserve_caches(layout, layers, groups, size, memory.arena)
         indexed = any(spec.index_dim for spec in layers.values())
@@ -119,7 +117,7 @@ class LoadedProgram:
             self.sampler.sample(logits, step, rows, self.memory.last, self._sampled.next()[: shape.sampled], masks)
 
     def forward(self, batch: Batch, shape: Shape, step: DeviceInputs) -> Iterator[Sampling]:
-        """Yields logits, and what is asked of them, for as many positions at a time as there is room for."""
+        """Yields logits and their sampling parameters, for one buffer of positions at a time."""
         chosen, wanted = self._sampled.next(), shape.sampled
         if wanted <= self._rows:
             yield self.graphs.run(shape, step), step, batch.sample, 0, chosen[:wanted]

@@ -22,21 +22,20 @@ from penstock.backend.cuda.contexts import (
 )
 from penstock.model.program import OpNode, Program
 
-TILE_TOKENS = 128  # of a row that attend together, in a program for each head
+TILE_TOKENS = 128  # tokens of a row in one program, which has one head
 
 
 class MlaDims(NamedTuple):
     """Holds the dimensions of MLA's heads."""
 
     heads: int
-    nope: int  # of queries and keys that are not rotated
+    nope: int  # dimensions of queries and keys without RoPE
     rope: int
-    rank: int  # of the latents
-    v_dim: int  # of values
+    rank: int  # dimensions of latents
+    v_dim: int  # dimensions of values
 
     @classmethod
     def of(cls, node: OpNode) -> MlaDims:
-        """Returns the dimensions of an attend_mla node."""
         spec, weights = node.attributes["spec"], node.attributes["weights"]
         return cls(spec.heads, weights.k_b.shape[2], spec.head_dim - spec.v_dim, spec.v_dim, weights.v_b.shape[1])
 
@@ -63,11 +62,10 @@ class MlaExpansion:
 
     @property
     def piece_blocks(self) -> int:
-        """Returns how many blocks a piece has."""
         return self.room // BLOCK
 
     def usual_blocks(self, tokens: int) -> int:
-        """Returns how many blocks most steps with prompts have room for: those of one piece."""
+        """Returns the blocks of one piece: most steps with prompts have one."""
         return self.piece_blocks
 
     def pays(self, sizes: PromptSizes) -> bool:
@@ -92,8 +90,8 @@ class MlaExpansion:
 
 
 def expansion_of(program: Program, tokens: int) -> MlaExpansion | None:
-    """Returns how a program expands contexts whose largest step has so many tokens; None if it never does: some layer
-    has another attention, or attends to selected positions alone."""
+    """Returns how a program expands contexts in steps of at most `tokens` tokens; None if it never does, because a
+    layer has another attention or attends only to selected positions."""
     nodes = [node for node in program.nodes if node.op in ("attend", "attend_mla")]
     if not nodes or any(node.op == "attend" or len(node.inputs) > 2 for node in nodes):
         return None

@@ -17,18 +17,18 @@ from penstock.model.low_rank import LowRankPart, LowRankUpdate
 class UpdateSizes(NamedTuple):
     """Says how many programs the update of one weight takes."""
 
-    chunks: int  # of the ranks of all parts
-    blocks: int  # of the rows of B
+    chunks: int  # all chunks of ranks
+    blocks: int  # blocks of rows of B
     aligned: bool  # all blocks begin and end at multiples of 16
     depth: int  # the most chunks that one block has
     tiled: bool  # block i has rows i * COLUMNS to (i + 1) * COLUMNS: of each half, where the weight is gated
 
 
 class LowRankSegment(NamedTuple):
-    """Is what is added to consecutive rows of a weight."""
+    """Is an update of consecutive rows of a weight."""
 
     first: int
-    chunk: int  # of h, where its ranks begin
+    chunk: int  # the first chunk of its ranks in h
     b: Floats  # [rows, chunks * RANKS]
 
     @property
@@ -47,7 +47,6 @@ class LowRankSegment(NamedTuple):
         return np.stack([self.first + begin, columns, *same, at + begin * self.chunks], axis=1).astype(np.int32)
 
     def write(self, into: Any) -> None:
-        """Writes B block by block."""
         whole = np.zeros((self.padded_rows, self.b.shape[1]), np.float32)
         whole[: len(self.b)] = self.b
         blocks = whole.reshape(self.padded_rows // COLUMNS, COLUMNS, self.chunks, RANKS).swapaxes(1, 2)
@@ -75,7 +74,6 @@ class PackedUpdate(NamedTuple):
         return UpdateSizes(chunks, len(blocks), not (blocks[:, :2] % 16).any(), depth, tiled)
 
     def write(self, into: Any) -> None:
-        """Writes A and B to a vector of zeros."""
         lines, first = into[: self.b_at].view(self.sizes.chunks * RANKS, -1), 0
         for part in self.a:
             lines[first : first + len(part)].copy_(torch.from_numpy(np.ascontiguousarray(part)))
@@ -107,7 +105,7 @@ def pack_update(update: LowRankUpdate, gated: bool) -> PackedUpdate:
 
 
 def joined(parts: Sequence[LowRankPart], starts: Sequence[int], first: int, rows: int) -> LowRankSegment:
-    """Returns what parts, whose ranks begin at chunks `starts` of h, add to rows of a weight from `first` on."""
+    """Returns the update of rows of a weight, from `first` on. The ranks of its parts begin at chunks `starts` of h."""
     touching = [i for i, part in enumerate(parts) if part.first < first + rows and first < part.first + len(part.b)]
     if not touching:
         return LowRankSegment(first, 0, np.zeros((rows, 0), np.float32))

@@ -1,8 +1,8 @@
-"""Packs quantized matrices for the GPU: codes lie in the order in which tensor cores read them, scales beside them.
+"""Packs quantized matrices for the GPU: codes and scales lie in the order in which tensor cores read them.
 
 A matrix is divided into tiles of 16 rows and 64 columns, in four steps c of 16 columns. In each step, lane 4 * g + t of
 a warp owns rows g and g + 8 (`half` 0, 1) at columns 2 * t + e and 2 * t + 8 + e (`side` 0, 1; e 0, 1).
-    low     4 words for each lane: word c has 4 bits of each code of step c, those of (side, half, e) from bit
+    low     4 words for each lane: word c has 4 bits of each code of step c, for (side, half, e) from bit
             8 * side + 4 * half + 16 * e on, or 16 * side + 8 * half + 4 * e if a table has their values.
             Codes of 8 bits have 8 words (c, side) of bytes (half, e), in two runs of 4.
     high    a word for each lane with the fifth bits, or two words with the fifth and sixth bits, in the same order
@@ -76,16 +76,14 @@ class QuantizedWeight:
     high: Array | None
     scales: Array
     supers: Array | None
-    factor: float = 1.0  # multiplies all values, besides that of the coding
+    factor: float = 1.0  # multiplies all values, in addition to the coding's
 
     @property
     def tiles(self) -> int:
-        """Returns the number of tiles in a row of tiles."""
         return -(-self.width // COLUMNS)
 
     @property
     def bytes(self) -> int:
-        """Returns the size in bytes."""
         return sum(4 * words.numel() for words in (self.low, self.high, self.scales, self.supers) if words is not None)
 
 
@@ -195,7 +193,7 @@ def split_mxfp4(blocks: Array) -> QuantBlocks:
 
 
 def split_nvfp4(blocks: Array) -> QuantBlocks:
-    """Splits NVFP4, whose scales have no sign, and stand for 0 where e4m3 has no number."""
+    """Splits NVFP4, whose scales are unsigned; the code of NaN in e4m3 means 0."""
     scales = torch.where(blocks[..., :4] == 0x7F, 0, blocks[..., :4] & 0x7F)
     return QuantBlocks(line(fields_of_runs(blocks[..., 4:], 8, 4)), one_each(scales))
 
@@ -250,13 +248,11 @@ def pack_blocks(split: Callable[[int, int], QuantBlocks], coding: Coding, rows: 
 
 
 def runs(rows: int, width: int) -> Iterator[tuple[int, int]]:
-    """Yields ranges of rows that are packed together."""
     step = max(CHUNK_VALUES // width // ROWS, 1) * ROWS
     return ((first, min(first + step, rows)) for first in range(0, rows, step))
 
 
 def join(pieces: list[Array]) -> Array:
-    """Concatenates arrays, unless there are none."""
     return None if pieces[0] is None else torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
 
@@ -289,8 +285,8 @@ def arrange_codes(codes: Array, bits: int) -> tuple[Array, Array | None]:
 
 
 def arrange_pairs(codes: Array) -> Array:
-    """Returns words of codes that index a table, those of each e side by side: two that are looked up together give one
-    word of values."""
+    """Returns words of codes that index a table. Codes of one e are neighbours: two, looked up together, give one word
+    of values."""
     return together(codes.flatten(5, 6), [8 * pair + 4 * e for pair in range(4) for e in range(2)])
 
 

@@ -60,5 +60,4 @@ class CudaPacker:
 
 
 def host_workspace(tilings: Tilings) -> Workspace:
-    """Returns a workspace in host memory, where nothing is multiplied."""
     return Workspace(SplitKScratch(torch.empty(0), torch.zeros(0, dtype=torch.int32)), 0, tilings)

@@ -1,9 +1,9 @@
 """Keeps copies of KV blocks, or of recurrent states, in host memory that the GPU reads and writes by itself.
 
-Blocks lie in many places on the device and in one on the host. On the stream of steps they are gathered into a buffer
-on the device, or scattered from one. Between the buffer and the host they cross the bus whole, on a stream of their
-own, so that blocks leave beside the steps that follow. Those steps wait for blocks that come in, and for a buffer only
-while all are on their way.
+Blocks lie in many places on the device and in one on the host. On the stream of steps they are gathered into a
+buffer on the device, or scattered from one. Between the buffer and the host they cross the bus whole, on a stream of
+their own, so that blocks leave while later steps run. Those steps wait for blocks that come in, and for a buffer
+only if all are in use.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from itertools import cycle
 from threading import Condition, Thread
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from numpy.typing import NDArray
 from penstock.backend.base import CopyTiming
 
 log = logging.getLogger(__name__)
-STAGED = 128 << 20  # bytes of the buffers on the device, if nobody says how many
+STAGED = 128 << 20  # default bytes of the buffers on the device
 BUFFERS = 2  # one is filled while the other crosses the bus
 SEGMENT = 64 << 20  # bytes that are pinned at a time
 PAUSE = 0.001  # seconds between two of them, in which others get the driver's lock
@@ -39,7 +38,7 @@ class TransitBuffer:
         self._used: Any | None = None  # an event
 
     def take(self, stream: Any) -> None:
-        """Has a stream wait until the buffer is free."""
+        """Makes a stream wait until the buffer is free."""
         if self._used is not None:
             stream.wait_event(self._used)
 
@@ -83,9 +82,8 @@ class PinnedRoom:
         self._host: Any = torch.from_numpy(self.array)
         self._most = max(staged // BUFFERS // size, 1)  # blocks in a buffer
         shape = {"size": (self._most, size), "dtype": torch.uint8, "device": self._device}
-        self._buffers = [TransitBuffer(torch.empty(**shape)) for _ in range(BUFFERS)]
-        self._next_buffer = cycle(self._buffers)
-        self._crossings: deque[Crossing] = deque()  # that were not told yet
+        self._buffers = deque(TransitBuffer(torch.empty(**shape)) for _ in range(BUFFERS))  # the next one first
+        self._crossings: deque[Crossing] = deque()  # not reported yet
         self._closing = False
         self._pinned: list[int] = []  # addresses
         self._more = Condition()  # is pinned, or nothing more will be
@@ -138,7 +136,6 @@ class PinnedRoom:
                 torch.cuda.cudart().cudaHostUnregister(address)
         self._pinned.clear()
         self._buffers.clear()
-        del self._next_buffer
         self._host = None
         self.array = np.empty((0, 0), np.uint8)
 
@@ -148,10 +145,11 @@ class PinnedRoom:
         index = torch.tensor(blocks).pin_memory().to(self._device, non_blocking=True)  # else it waits for steps
         for at in range(0, len(blocks), self._most):
             some = places[at : at + self._most]
-            yield next(self._next_buffer), index[at : at + len(some)], some
+            self._buffers.rotate(-1)
+            yield self._buffers[-1], index[at : at + len(some)], some
 
     def _cross(self, direction: str, copies: Sequence[tuple[Any, Any]]) -> None:
-        """Has rows (target, source) cross the bus after all that its stream waits for so far, and times that alone."""
+        """Queues the copy of rows (target, source) over the bus, after all that its stream waits for, and times it."""
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         with torch.cuda.stream(self._bus):
             began.record()
@@ -177,7 +175,6 @@ class PinnedRoom:
                 self._more.notify_all()
 
     def _pin_segments(self) -> None:
-        """Has one segment after the other pinned."""
         first, total = self.array.ctypes.data, self.array.nbytes
         for at in range(0, total, SEGMENT):
             if self._closing:

@@ -36,5 +36,4 @@ class PoolingSums:
 
 
 def read(found: dict[int, Any]) -> dict[int, Floats]:
-    """Once they have arrived."""
     return {row: mean.numpy() for row, mean in found.items()}

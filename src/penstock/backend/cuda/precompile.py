@@ -1,7 +1,6 @@
-"""Kernels compiled side by side, before anything waits for them.
+"""Compiles kernels in parallel, before anything waits for them.
 
-A launch within `Compiler.watching` is not run: what it needs is compiled by threads, and so is the code that launches
-it, by a C compiler of its own.
+A launch within `Compiler.watching` is not run: threads compile its kernel, and a C compiler its launcher.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Compiler:
             self._under_way[key] = self._threads.submit(compiled, compile), finish
 
     def done(self, seconds: float | None = None) -> bool:
-        """Returns whether all kernels that were begun are compiled, after waiting at most so many seconds."""
+        """Returns whether all kernels are compiled, after waiting at most `seconds`."""
         pending = wait([future for future, _ in self._under_way.values()], seconds).not_done
         if pending:
             return False

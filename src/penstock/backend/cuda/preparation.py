@@ -19,7 +19,7 @@ from penstock.backend.cuda.programs import Programs
 from penstock.backend.cuda.steps import Steps
 from penstock.backend.cuda.transfer import Transfer
 
-FIRST_SHAPES = (Shape(128, 1, 0, 0, 1), Shape(1, 1, 1, 1, 0))  # of a first answer
+FIRST_SHAPES = (Shape(128, 1, 0, 0, 1), Shape(1, 1, 1, 1, 0))  # a prompt, then an answer
 
 
 class Preparation:
@@ -60,7 +60,6 @@ class Preparation:
         self._work.close()
 
     def capture(self, program: LoadedProgram, shape: Shape) -> None:
-        """Captures a graph that a step of this shape fits in."""
         shape = self._steps.shape_for(program, shape)
         for _ in range(2):
             self.rehearse(program, shape, graph=True)

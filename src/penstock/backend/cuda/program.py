@@ -64,10 +64,10 @@ class ActivationMemory:
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """Holds what all programs on a device have in common."""
+    """Holds the state that all programs on a device share."""
 
     device: torch.device
-    dtype: torch.dtype  # of activations
+    dtype: torch.dtype  # type of activations
     sizes: StepSizes
     tilings: Tilings
     arena: Arena
@@ -95,9 +95,8 @@ class CudaProgram:
         self.spare_splits = spare_splits(max((split_programs(spec, shared) for spec in layers), default=1))
         shared.hidden.declare(recorded.hidden_widths)
         shared.arena.adopt([node.attributes for node in recorded.nodes])
-        expansion: MlaExpansion | KvExpansion | None = expansion_of(recorded, sizes.tokens)
-        if shared.expands_kv:
-            expansion = expansion or kv_expansion_of(layers, sizes.tokens, tilings)
+        copying = kv_expansion_of(layers, sizes.tokens, tilings) if shared.expands_kv else None
+        expansion = expansion_of(recorded, sizes.tokens) or copying
         self._buffers, copies = self._activations(shared, expansion)
         self.memory = Memory(
             last=torch.zeros(sizes.rows + 1, dtype=torch.int32, device=device),
@@ -120,7 +119,7 @@ class CudaProgram:
     def _activations(
         self, shared: SharedMemory, expansion: MlaExpansion | KvExpansion | None
     ) -> tuple[list[Any], KvCopies | None]:
-        """Returns the buffers of a step's values, and those of copied contexts."""
+        """Returns the buffers of a step's values, and of copied contexts."""
         sizes = shared.sizes
         wanted = [
             (
@@ -150,7 +149,7 @@ class CudaProgram:
 
     @property
     def split_sizes(self) -> tuple[tuple[int, ...], int]:
-        """Returns what shapes of its steps depend on: how many tokens attend together, and the spare splits."""
+        """Returns the parameters of step shapes: run sizes and spare splits."""
         return self.run_sizes, self.spare_splits
 
     def run_tokens(self, step: DeviceInputs) -> None:
@@ -163,11 +162,11 @@ class CudaProgram:
         return self.answer_of(count)
 
     def answer_of(self, count: int) -> Any:
-        """Returns what the last run answered: [S, *]."""
+        """Returns the answer of the last run: [S, *]."""
         return self._buffers[self.recorded.answer_buffer][:count]
 
     def states_of(self, count: int) -> Any:
-        """Returns what embeddings are pooled from, as the last run has left it: [T, dim]."""
+        """Returns the last run's hidden states for pooling: [T, dim]."""
         assert self.recorded.pooled_buffer is not None
         return self._buffers[self.recorded.pooled_buffer][:count]
 

@@ -20,7 +20,7 @@ from penstock.errors import OutOfMemory
 from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import Tensor
 
-SPARE_MEMORY = 3 << 29  # for graphs, kernels and the library's own buffers
+SPARE_MEMORY = 3 << 29  # graphs, kernels and library buffers
 INTERPRETER_CACHE = 1 << 28  # bytes of a KV cache in tests
 
 
@@ -59,7 +59,7 @@ class Programs(Mapping[int, LoadedProgram]):
         return CudaAdapters(shared.device, shared.dtype, sizes, self._gpu.on_stream, fixed=shared.tilings.fixed)
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor], rules: StorageRules) -> Footprint:
-        """Predicts what a model will take, as `Tuner.footprint` says."""
+        """Predicts a model's memory: see `Tuner.footprint`."""
         listed, sizes = list(tensors), self._shared.sizes
         unpacks = rules.quantize == "int4" or any(map(expands, listed))
         workspace = workspace_bytes(spec, sizes.tokens, sizes.rows, unpacks)

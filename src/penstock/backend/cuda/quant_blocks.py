@@ -21,7 +21,7 @@ class Coding(NamedTuple):
     bytes: bool = False  # scales and minima are signed bytes, which a float16 for every 256 columns multiplies
     e4m3: bool = False  # scales are floats of 8 bits without a sign, of which kernels read the 256th
     e8m0: bool = False  # scales are powers of two of 8 bits
-    table: tuple[float, ...] = ()  # for codes of 4 bits: up to 16 numbers, each exact in bfloat16
+    table: tuple[float, ...] = ()  # values of 4-bit codes: up to 16, each exact in bfloat16
     scaled_minima: bool = False  # minima are zero points with their sign changed, which scales multiply
     factor: float = 1.0  # multiplies all values
 
@@ -37,7 +37,7 @@ class Coding(NamedTuple):
 
 
 class QuantBlocks(NamedTuple):
-    """Holds rows that are split into codes and scales. Minima, if there are any, stand beside the scales."""
+    """Holds rows that are split into codes and scales. Minima follow their scales, if there are any."""
 
     codes: Array  # [rows, width] uint8
     scales: Array  # [rows, groups, 1 or 2] float16, int8 or uint8

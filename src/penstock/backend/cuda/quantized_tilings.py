@@ -1,5 +1,5 @@
-"""Chooses tilings of products with quantized matrices. They were found on an H200 (bench/gpu/products.py --tune); other
-GPUs get as many programs as they have multiprocessors for, and as many stages as fit their shared memory.
+"""Chooses tilings of products with quantized matrices. They were found on an H200 (bench/gpu/products.py --tune); for
+other GPUs, the number of programs follows from multiprocessors, and the number of stages from shared memory.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ FP8_GEMM_ROWS = 128  # rows up to which the library is slower
 TALL = 16384  # rows of a matrix that fill the device by themselves
 FIXED_ROWS = 64  # whose tiling all products have where it may not depend on the number of rows
 
-Tilings = dict[str, tuple[int, int, int]]  # by shape: warps, steps, tiles
+Tilings = dict[str, tuple[int, int, int]]  # key: shape; warps, steps, tiles
 
-# by kind of code and most rows of x
+# Keys: kind of code, most rows of x.
 SMALL_GEMM_TILINGS: dict[tuple[str, int], Tilings] = {
     ("4 bits", 4): {"tall": (4, 2, 1), "deep": (16, 2, 2), "small": (8, 4, 1), "other": (8, 2, 1)},
     ("4 bits", 8): {"tall": (4, 1, 2), "deep": (8, 2, 2), "small": (8, 2, 1), "other": (4, 4, 1)},
@@ -32,7 +32,6 @@ SMALL_GEMM_TILINGS: dict[tuple[str, int], Tilings] = {
 
 
 def shape_of(rows: int, width: int) -> str:
-    """Returns the kind of shape by which tilings are listed."""
     if rows >= TALL:
         return "tall"
     if width > 2 * rows:
@@ -57,7 +56,7 @@ def narrowed(tiling: quant_gemm_small.Tiling, width: int) -> quant_gemm_small.Ti
 def quant_gemv_tiling(
     groups: int, rows: int, width: int, gated: bool = False, table: bool = False
 ) -> quant_gemv.Tiling:
-    """Returns the tiling for one row and a matrix with so many groups in a tile. A `table` takes many registers."""
+    """Returns the tiling for one row and a matrix with `groups` groups in a tile. A `table` takes many registers."""
     across = -(-width * groups // (8 * COLUMNS))  # blocks
     if gated or (rows >= TALL and groups < 4):
         warps, blocks, tiles, ahead = 2 if rows >= TALL else 8, 1, 2, 1
@@ -93,12 +92,13 @@ def fp8_gemm_tiling(device: DeviceProperties, count: int, rows: int, width: int)
 
 
 def gemm_stage(tiling: quant_gemm.Tiling, itemsize: int) -> int:
-    """Returns the bytes of one stage: a tile of the matrix and one of the rows, of so many bytes for each value."""
+    """Returns the bytes of one stage: a tile of the matrix and one of the rows, with `itemsize` bytes for each
+    value."""
     return (16 * tiling.tiles + tiling.rows) * 64 * tiling.steps * itemsize
 
 
 def fp8_block_gemm_tiling(device: DeviceProperties, count: int, rows: int, width: int) -> fp8_blocks.Tiling:
-    """Returns a tiling that is not tuned: it follows those of the other FP8 kernels."""
+    """Returns a tiling that is not tuned, similar to the other FP8 kernels'."""
     items = 16 if count <= 16 else block_of(count)
     tall = 128 if count > 128 else 64
     split = split_of(count, rows, width, tall, items, 2 * device.sm_count)

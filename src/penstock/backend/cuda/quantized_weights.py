@@ -33,7 +33,7 @@ class Workspace:
         self.scratch = scratch
         self.arena = arena or Arena(scratch.partials.device)  # where weights are
         self.tilings = tilings
-        self.transfer = Transfer(scratch.partials.device)  # of weights that are being packed
+        self.transfer = Transfer(scratch.partials.device)  # carries weights to the device
         self.has_hopper_gemm = tilings.device.has_hopper_gemm and not tilings.fixed
         self.logged: set[str] = set()  # messages about weights: each is logged once
         self._tokens = tokens
@@ -49,7 +49,7 @@ class Workspace:
         self._reserve(2 * self._tokens * width)
 
     def reserve_rotated(self, width: int, most: int) -> None:
-        """Reserves room for rows that EXL3 weights multiply: those of the longest step, or `most`."""
+        """Reserves room for rows that EXL3 weights multiply: the longest step's, at most `most`."""
         self._reserve(2 * min(self._tokens, most) * width)
 
     def values(self, rows: int, width: int) -> Any:
@@ -182,7 +182,6 @@ def stack(parts: Sequence[QuantizedWeight]) -> tuple[QuantizedWeight, ...]:
 
 
 def runs(parts: Sequence[QuantizedWeight]) -> Iterator[list[QuantizedWeight]]:
-    """Yields runs of matrices that can be joined."""
     for _, group in groupby(parts, key=lambda part: (part.coding, part.factor)):
         run: list[QuantizedWeight] = []
         for part in group:

@@ -1,4 +1,4 @@
-"""RecurrentStates of sequences on the device, and what a step's rows do with them."""
+"""Keeps recurrent states of sequences on the device, and plans their use by a step's rows."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ LEAST_CHUNKED = CHUNK // 2
 
 
 class RecurrentStates:
-    """Holds the recurrent states of a model that has any. The numbers of a step's rows are at one place, whatever its
-    shape."""
+    """Holds the recurrent states of a model that has any. The numbers of a step's rows are at one place, for all
+    shapes."""
 
     def __init__(self, specs: dict[int, RecurrentSpec], rows: int, tokens: int, device: torch.device) -> None:
         self._specs = specs
@@ -34,7 +34,6 @@ class RecurrentStates:
 
     @property
     def bytes(self) -> int:
-        """Returns the bytes of one sequence's state."""
         return 4 * sum(spec.state_floats for spec in self._specs.values())
 
     def reserve(self, count: int, arena: Arena) -> None:
@@ -48,7 +47,7 @@ class RecurrentStates:
         self._numbers.copy_(staged, non_blocking=True)
 
     def rows_of(self, step: DeviceInputs) -> StateRows:
-        """Returns as many rows as a step of this shape can have: each has a part or a tile of attention."""
+        """Returns all rows that a step of this shape can have: each has a part or a tile of attention."""
         tokens = len(step.tokens)
         most = min(tokens, len(step.splits) + len(step.tiles), self._rows)
         numbers, of_tokens, chunks = split(self._numbers, self._rows, self._tokens)
@@ -60,7 +59,7 @@ def words(rows: int, tokens: int) -> int:
 
 
 def most_chunks(rows: int, tokens: int) -> int:
-    """Returns how many chunks there can be in a step of so many rows and tokens. A row that is divided may have three
+    """Returns the most chunks of a step with `rows` rows and `tokens` tokens. A row that is divided may have three
     that are not full: the first and the last one, and one that ends where a state is saved."""
     return tokens // CHUNK + 3 * min(rows, tokens // LEAST_CHUNKED)
 

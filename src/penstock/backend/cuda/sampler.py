@@ -24,7 +24,7 @@ class PendingLogprobs(NamedTuple):
     """Logprobs that are still on their way from the device."""
 
     tops: Sequence[int]  # how many alternatives each of the positions wants
-    values: Any  # [n, 1 + most] the token's own logprob, then those of the most likely
+    values: Any  # [n, 1 + most] logprobs of the token and of the most likely
     tokens: Any  # [n, 1 + most]
 
     def read(self) -> list[TokenLogprob]:
@@ -36,7 +36,7 @@ class PendingLogprobs(NamedTuple):
 
 
 class PendingTokenLogprobs(NamedTuple):
-    """Logprobs of the tokens alone, without alternatives, that are still on their way from the device."""
+    """Holds logprobs of only the tokens, without alternatives, that are still on their way from the device."""
 
     asked: Any  # [n] the positions that want one
     found: Any  # [S, 2] int32: tokens, and the bits of their logprobs
@@ -71,8 +71,8 @@ class DeviceSampler:
     def sample(
         self, logits: Any, step: DeviceInputs, rows: SampleRows, last: Any, out: Any, masks: Bitmasks | None = None
     ) -> Pending | None:
-        """Writes a token for each of the logits [S, vocab] to `out` [S] and for its slot to `last`. On the host, `rows`
-        says the same as `step` on the device, without the padding."""
+        """Writes a token for each of the logits [S, vocab] to `out` [S] and for its slot to `last`. `rows` has the
+        numbers of `step` on the host, without padding."""
         assert self._scratch is not None
         asked = np.flatnonzero(rows.logprobs >= 0)
         edited = logits
@@ -156,7 +156,6 @@ def places_of(rows: Ints, tokens: Ints, counts: Any, vocab: int) -> Any:
 
 
 def to_device(array: Any, device: torch.device) -> Any:
-    """Copies an array to the device and does not wait for it."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
@@ -169,7 +168,7 @@ def to_host(tensor: Any) -> Any:
 
 
 def sampling_kinds(vocab: int) -> Iterator[tuple[SampleRows, Bitmasks | None]]:
-    """Yields ways to sample one row: greedy, drawn from all, drawn from the likeliest, and what a grammar allows."""
+    """Yields ways to sample one row: greedy, drawn from all, drawn from the likeliest, and restricted by a grammar."""
     greedy = greedy_rows(1)
     drawn = replace(greedy, temperature=np.ones(1, np.float32))
     for rows in (greedy, drawn, replace(drawn, top_p=np.full(1, 0.9, np.float32))):

@@ -1,7 +1,7 @@
-"""Plans attention so that a token's sums depend on its own context alone (`--deterministic`). It imports no torch.
+"""Plans attention so that a token's sums depend only on its own context (`--deterministic`). It imports no torch.
 
-A context is divided into segments at multiples of SEGMENT positions, and what a token finds in them is joined in their
-order, one by one (kernels/segmented_attention.py). Which program takes which segments changes nothing about that: where
+A context is divided into segments at multiples of SEGMENT positions, and a token's results for them are joined in
+their order (kernels/segmented_attention.py). Which program takes which segments changes nothing about that: where
 a step has few runs of tokens, the longest contexts are split among programs of one segment each, and joined by the last
 of them.
 """
@@ -17,7 +17,7 @@ from penstock.backend.cuda.adapter_tiles import DECODE_ROWS, adapter_tiles
 from penstock.backend.cuda.inputs import NO_SPLITS, AttentionPlan, Shape, runs_of
 
 SEGMENT = 512  # positions
-MOST_SPLITS = 128  # of a step with so many runs or fewer
+MOST_SPLITS = 128  # per step, unless it has more runs
 
 
 def plan_segments(batch: Batch, run: int, pad: Callable[[Shape], Shape], *, whole_rows: bool = False) -> AttentionPlan:
@@ -61,5 +61,5 @@ def split_at_segments(tokens: Ints, rows: Ints, lengths: Ints, sizes: Ints) -> I
 
 
 def most_splits(tokens: int, rows: int, run: int) -> int:
-    """Returns how many splits a step of at most so many tokens and rows can have."""
+    """Returns the most splits of a step with `tokens` tokens and `rows` rows."""
     return max(min(tokens, tokens // max(run, 1) + rows), MOST_SPLITS)

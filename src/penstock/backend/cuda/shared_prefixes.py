@@ -17,8 +17,8 @@ LEAST_SPARED = 65536  # positions that reading a prefix once must spare in a ste
 LATER = 8  # times less that it must spare for more prefixes in the same step
 PROBED = 16  # depths at which tables are compared
 QUERIES = 64  # pairs of token and head of a tile, at most
-MOST_TOKENS = 16  # of a tile
-TILES = 64  # of all prefixes of a step, at most
+MOST_TOKENS = 16  # per tile
+TILES = 64  # most tiles of a step's prefixes
 SPARE_SPLITS = 32  # beyond one for each tile
 SPLITS = TILES + SPARE_SPLITS
 
@@ -31,14 +31,14 @@ class Sharing(NamedTuple):
 
 
 def tile_tokens(group: int) -> int:
-    """Returns how many tokens attend together, where so many query heads share a KV head."""
+    """Returns how many tokens attend together if `group` query heads share a KV head."""
     return min(QUERIES // group, MOST_TOKENS)
 
 
 class SharedPrefixes(NamedTuple):
     """Says which tokens attend together to what. Tiles are runs of `tokens`."""
 
-    tokens: Ints  # [M] those of each tile follow one another
+    tokens: Ints  # [M] tile by tile
     first: Ints  # [tiles] where each tile begins in `tokens`
     rows: Ints  # [tiles] a row whose table begins with the prefix
     lengths: Ints  # [tiles] positions of the prefix

@@ -15,8 +15,8 @@ import torch
 from penstock.backend.blocks.checksum import word_weights
 from penstock.backend.cuda.driver import CudaDriver, DriverError
 
-SHARE = 8  # a room may take one part in so many of the device's free memory
-AT_ONCE = 32 << 20  # bytes that are copied and added up at once; adding up takes five times as many
+SHARE = 8  # a room may take an eighth of the device's free memory
+AT_ONCE = 32 << 20  # bytes copied and added up at once; adding up takes five times this
 LAYOUT = Struct("<QQ")  # places, bytes of a block; then the memory's own handle
 DEEPEST = (1 << 64) - 1
 
@@ -31,13 +31,13 @@ class IpcMemory(Protocol):
         """Returns memory, as a tensor of bytes, and what another process opens it with. Raises OSError."""
 
     def give_back(self, memory: Any) -> None:
-        """Gives back what was taken. Nothing may be using it."""
+        """Gives the memory back. Nothing may be using it."""
 
     def open(self, handle: bytes, size: int) -> Any:
         """Returns memory that another process has taken, as a tensor of bytes. Raises OSError."""
 
     def close(self, memory: Any) -> None:
-        """Lets go of what was opened."""
+        """Closes an opened handle."""
 
 
 class DeviceRange:
@@ -103,7 +103,6 @@ class KvRows:
         return torch.cat([part[index] for part in self._parts], dim=1)
 
     def scatter(self, rows: Any, blocks: Sequence[int]) -> None:
-        """Writes rows to blocks."""
         index = self.index(blocks)
         for part, columns in zip(self._parts, rows.split(self._sizes, dim=1), strict=True):
             part.index_copy_(0, index, columns)
@@ -195,7 +194,7 @@ class CudaSharing:
 
     @classmethod
     def of(cls, device: torch.device, rows: Callable[[], KvRows]) -> CudaSharing | None:
-        """Returns what shares the blocks of a device; None if other processes have no name for it."""
+        """Returns the sharing of a device's blocks; None without a name that other processes know."""
         name = device_name(device)
         return cls(name, rows, lambda: CudaIpcMemory(device)) if name else None
 
@@ -206,7 +205,7 @@ class CudaSharing:
         return CudaOpenedRoom(*self._opened(), handle)
 
     def _opened(self) -> tuple[KvRows, IpcMemory]:
-        """Returns what rooms are made of. It takes memory, which most engines need not: they are alone."""
+        """Returns rows and memory of rooms, opened on first use: an engine without neighbours needs neither."""
         self._rows = self._rows or self._open_rows()
         self._memory = self._memory or self._open_memory()
         return self._rows, self._memory

@@ -35,12 +35,12 @@ class CudaSleeper:
 
     def __init__(self, arena: Arena, transfer: Transfer, last: LastMemory) -> None:
         self._arena = arena
-        self._transfer = transfer  # of weights that may still be on their way
+        self._transfer = transfer  # weights may still be on their way
         self._last = last
 
     @classmethod
     def of(cls, arena: Arena, transfer: Transfer, last: LastMemory) -> CudaSleeper | None:
-        """Returns what puts the arena's model to sleep; None if its memory cannot be given back."""
+        """Returns a sleeper for the arena's model; None if its memory cannot be given back."""
         return cls(arena, transfer, last) if arena.can_sleep else None
 
     def sleep(self) -> int:

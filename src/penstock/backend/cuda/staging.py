@@ -30,5 +30,5 @@ class Staging:
         return self._buffers[self.turn]
 
     def queued(self) -> None:
-        """Notes that the buffer taken last is read by what has been queued until now."""
+        """Records that work queued so far reads the buffer that was taken last."""
         self._read[self.turn] = self._record()

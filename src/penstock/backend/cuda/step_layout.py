@@ -26,7 +26,7 @@ ALIGNMENT = 4  # words: kernels load 16 bytes at a time
 
 @dataclass(frozen=True, slots=True)
 class DeviceInputs:
-    """Holds views of the buffer, on the host or the device. Places, splits and tiles are those of one layer group."""
+    """Holds views of the buffer, on the host or the device. Places, splits and tiles belong to one layer group."""
 
     header: Any  # [4] the tables' width
     tokens: Any  # [T]
@@ -58,12 +58,11 @@ class DeviceInputs:
     decodes: int = 0  # tokens that come first and attend as decoding rows do, with padding, where MLA expands contexts
 
     def of(self, group: int) -> DeviceInputs:
-        """Returns the inputs that the layers of one group read."""
         return self.groups[group] if self.groups else self
 
 
 class StepNumbers(NamedTuple):
-    """Holds what the sections of a step are filled from. Rows that only pad write to the scratch block and slot."""
+    """Holds the input of sections. Rows that only pad write to the scratch block and slot."""
 
     batch: Batch
     plan: AttentionPlan
@@ -229,7 +228,7 @@ def words(shape: Shape, groups: int = 1) -> int:
 
 
 def device_inputs(buffer: Any, shape: Shape, as_float: Callable[[Any], Any], groups: int = 1) -> DeviceInputs:
-    """Returns the fields of a flat buffer of NumPy or torch: those of the first layer group, with all in `groups`."""
+    """Returns the fields of a flat buffer of NumPy or torch for the first layer group, with all groups in `groups`."""
 
     def views(group: int) -> dict[str, Any]:
         found = {}
@@ -259,8 +258,8 @@ def fill(into: DeviceInputs, step: StepNumbers) -> int:
 
 
 def slots_to_keep(batch: Batch, scratch_slot: int) -> Ints:
-    """Returns for each sampled position the slot whose next token it is: that of its row, for the last position that
-    the row samples; for all others the scratch slot."""
+    """Returns the slot that keeps each sampled token: the row's, for the row's last sampled position, else the scratch
+    slot."""
     slots = np.full(len(batch.sampled), scratch_slot, np.int32)
     last = batch.sample_start[1:] - 1
     rows = np.flatnonzero(np.diff(batch.sample_start) > 0)

@@ -66,14 +66,12 @@ class Steps:
         return self._buffer.send(batch, work, program.memory)
 
     def pad(self, program: LoadedProgram, shape: Shape) -> Shape:
-        """Returns the shape of a graph that the shape fits in, or the shape itself."""
         if (shape.tiles or shape.tokens > shape.decodes) and not self.capture:
             return shape
         larger = padded(shape, program.program.spare_splits)
         return larger if self.fits(larger) else shape
 
     def fits(self, shape: Shape) -> bool:
-        """Returns whether steps may be of this shape."""
         return shape.tokens <= self._sizes.tokens and shape.sampled <= self._sizes.rows
 
     def shape_for(self, program: LoadedProgram, shape: Shape) -> Shape:

@@ -15,7 +15,7 @@ from penstock.model.formats.trellis import trellis_of
 from penstock.model.roles import EXPERTS, MLA
 from penstock.model.tensor import AFFINE, PLAIN, Tensor, factor_of
 
-ROWS, COLUMNS = 16, 64  # of a tile, as pack_quantized.py packs them
+ROWS, COLUMNS = 16, 64  # per tile: see pack_quantized.py
 FP8, FP8_COLUMNS = "F8_E4M3", 128  # columns that share a scale, in kernels that read FP8
 # Bits of one value, its share of scales included, in formats that stay quantized.
 CODE_BITS = {
@@ -28,7 +28,7 @@ CODE_BITS = {
 INT4_BITS = 4.5
 
 
-class Layout(Enum):
+class WeightLayout(Enum):
     """Names the layouts of packed weights."""
 
     VECTOR = "values in float32"
@@ -41,20 +41,20 @@ class Layout(Enum):
 
 
 class StorageRules(NamedTuple):
-    """Says what a device can store, and what plain weights become."""
+    """Describes a device's storage, and the format for plain weights."""
 
     quantize: str = ""  # fp8 or int4
-    value_bytes: int = 2  # of activations; tests use 4
+    value_bytes: int = 2  # per activation; tests use 4
     has_fp8: bool = True  # tensor cores read FP8
 
 
 class Storage(NamedTuple):
-    """Says how one weight is stored."""
+    """Describes how one weight is stored."""
 
-    layout: Layout
+    layout: WeightLayout
     kind: str  # the name of its format
-    bits: float  # of one value, its share of scales included
-    bytes: int  # with rows and columns that fill the last tile
+    bits: float  # per value, including scales
+    bytes: int  # including padding
 
     def as_stored(self) -> StoredAs:
         """Returns the part that other backends have too."""
@@ -66,7 +66,7 @@ def storage_of(tensor: Tensor, rules: StorageRules, experts: bool | None = None)
     its role says so."""
     count = prod(tensor.shape)
     if len(tensor.shape) == 1:
-        return Storage(Layout.VECTOR, "F32", 32, 4 * count)
+        return Storage(WeightLayout.VECTOR, "F32", 32, 4 * count)
     if len(tensor.shape) == 2 and tensor.role not in MLA:
         tensor = as_near_blocks(tensor) or tensor
         stacked = tensor.role in EXPERTS if experts is None else experts
@@ -74,15 +74,15 @@ def storage_of(tensor: Tensor, rules: StorageRules, experts: bool | None = None)
         if found:
             return found
     size = rules.value_bytes
-    return Storage(Layout.VALUES, "BF16" if size == 2 else "F32", 8 * size, size * count)
+    return Storage(WeightLayout.VALUES, "BF16" if size == 2 else "F32", 8 * size, size * count)
 
 
-def common_layout(parts: Sequence[Tensor], rules: StorageRules, experts: bool) -> Layout:
+def common_layout(parts: Sequence[Tensor], rules: StorageRules, experts: bool) -> WeightLayout:
     """Returns the layout of tensors that are packed as one matrix: their own if all have the same one. The codes of
     experts must have one format."""
     stored = [storage_of(part, rules, experts) for part in parts]
     kinds = {(each.layout, each.kind if experts else "") for each in stored}
-    return stored[0].layout if len(kinds) == 1 else Layout.VALUES
+    return stored[0].layout if len(kinds) == 1 else WeightLayout.VALUES
 
 
 def _in_file_format(tensor: Tensor, rules: StorageRules, experts: bool) -> Storage | None:
@@ -92,14 +92,14 @@ def _in_file_format(tensor: Tensor, rules: StorageRules, experts: bool) -> Stora
     (rows, width), name = tensor.shape, tensor.format.name
     if (trellis := trellis_of(tensor)) and not experts:
         bits = trellis.bits_with_vectors
-        return Storage(Layout.TRELLIS, trellis.name, bits, int(rows * width * bits / 8))
+        return Storage(WeightLayout.TRELLIS, trellis.name, bits, int(rows * width * bits / 8))
     if name in CODE_BITS and factor_of(tensor) is not None and not (experts and rows % ROWS):
         factors = 4 * rows if experts and tensor.scales is not None else 0
-        return Storage(Layout.CODES, name, CODE_BITS[name], _tiles_bytes(rows, width, CODE_BITS[name]) + factors)
+        return Storage(WeightLayout.CODES, name, CODE_BITS[name], _tiles_bytes(rows, width, CODE_BITS[name]) + factors)
     if name == FP8 and rules.has_fp8 and _takes_scales(tensor) and not (width % COLUMNS and not experts):
         room = rows if experts else _whole_tiles(rows)
         scales = room if _columns(tensor) >= width else rows * -(-width // FP8_COLUMNS)
-        return Storage(Layout.FP8, name, 8, room * width + 4 * scales)
+        return Storage(WeightLayout.FP8, name, 8, room * width + 4 * scales)
     return None
 
 
@@ -119,9 +119,9 @@ def _quantized(tensor: Tensor, rules: StorageRules, experts: bool) -> Storage | 
     if not rules.quantize or tensor.format.name not in PLAIN or not may_quantize(tensor, DEVICE):
         return None
     if rules.quantize == "fp8" and (experts or width % COLUMNS == 0):
-        return Storage(Layout.ROW_FP8, "fp8", 8, _whole_tiles(rows) * (width + 4))
+        return Storage(WeightLayout.ROW_FP8, "fp8", 8, _whole_tiles(rows) * (width + 4))
     if rules.quantize == "int4" and not (experts and (rows % ROWS or rules.value_bytes != 2)):
-        return Storage(Layout.INT4, "int4", INT4_BITS, _tiles_bytes(rows, width, INT4_BITS))
+        return Storage(WeightLayout.INT4, "int4", INT4_BITS, _tiles_bytes(rows, width, INT4_BITS))
     return None
 
 

@@ -1,5 +1,5 @@
 """Chooses tilings of products with plain values, and of attention. They were found on an H200 (bench/cuda.py --cells
-tune); other GPUs get as many programs as they have multiprocessors for, and as many stages as fit their shared memory.
+tune); for other GPUs, the number of programs follows from multiprocessors, and the number of stages from shared memory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def expert_gemv_tiling(itemsize: int, gated: bool) -> gemv.Tiling:
     """Returns the tiling of products with experts' matrices, one row each. A warp's lanes have 16 bytes each of a row
     of the matrix at a time: so the values of x that they need are their own, and cross no shared memory."""
     lanes = 32 * 16 // itemsize
-    if itemsize == 1:  # what is widened takes registers
+    if itemsize == 1:  # widened values take registers
         return gemv.Tiling(2 if gated else 4, lanes, 1)
     return gemv.Tiling(1, lanes, 1) if gated else gemv.Tiling(4, 2 * lanes, 2)
 
@@ -103,12 +103,12 @@ class AttentionTiling(NamedTuple):
     stages: int
 
 
-HOPPER_ATTENTION_TILINGS = {  # by dimensions of a head; registers hold fewer scores beside a wide mix
+HOPPER_ATTENTION_TILINGS = {  # key: dimensions of a head; a wide mix leaves registers for fewer scores
     64: HopperAttentionTiling(128, 3),
     128: HopperAttentionTiling(128, 3),
     256: HopperAttentionTiling(64, 2),
 }
-HOPPER_MLA_TILINGS = {(128, 64, 128): HopperAttentionTiling(128, 2)}  # by dimensions of a head; no other was tried
+HOPPER_MLA_TILINGS = {(128, 64, 128): HopperAttentionTiling(128, 2)}  # key: dimensions of a head; only this was tried
 MLA_PREFILL_TILINGS = (  # the fastest first
     MlaTiling(64, 32, 8, 2),
     MlaTiling(32, 32, 8, 2),
@@ -132,41 +132,39 @@ def hopper_attention_tiling(device: DeviceProperties, dims: int) -> HopperAttent
 def decode_attention_tiling(
     device: DeviceProperties, rows: int, dims: int, itemsize: int, queries: int
 ) -> AttentionTiling:
-    """Returns the tiling for steps of so many tokens and programs of so many pairs of token and head; few warps have no
+    """Returns the tiling for steps of `count` tokens and programs of `queries` pairs of token and head. Few warps lack
     registers for wide heads or many queries."""
     tiling = AttentionTiling(64, 4 if rows == 1 or dims > WIDE_HEAD or queries > FEWEST_QUERIES else 2, 2)
     return fitting(device, tiling, queries * padded(dims) * itemsize, 2 * padded(dims) * itemsize)
 
 
 def shared_prefix_tiling(device: DeviceProperties, dims: int, itemsize: int, queries: int) -> AttentionTiling:
-    """Returns the tiling for tiles of so many pairs of token and head that attend together to a prefix."""
+    """Returns the tiling for tiles of pairs of token and head that attend together to a prefix."""
     tiling = AttentionTiling(64, 4, 3 if dims <= WIDE_HEAD and itemsize <= 2 else 2)
     return fitting(device, tiling, queries * padded(dims) * itemsize, 2 * padded(dims) * itemsize)
 
 
 def segmented_attention_tiling(device: DeviceProperties, dims: int, itemsize: int, queries: int) -> AttentionTiling:
-    """Returns the tiling for programs of so many pairs of token and head, which keep two mixes of values in
-    registers."""
+    """Returns the tiling for programs of pairs of token and head, which keep two mixes of values in registers."""
     tiling = AttentionTiling(64, 4 if dims <= WIDE_HEAD else 8, 2)
     return fitting(device, tiling, queries * padded(dims) * itemsize, 2 * padded(dims) * itemsize)
 
 
 def mla_prefill_tiling(device: DeviceProperties, dims: int, itemsize: int) -> MlaTiling:
-    """Returns the fastest tiling of MLA that fits."""
     return first_fitting(device, MLA_PREFILL_TILINGS, dims, itemsize)
 
 
 def mla_decode_tiling(device: DeviceProperties, heads: int, dims: int, itemsize: int) -> MlaTiling:
-    """Returns the fastest tiling of MLA with no more queries than a token has heads: a program for each few heads would
-    read the same keys again, from the second cache, whose speed is about that of the memory."""
+    """Returns the fastest tiling of MLA with no more queries than a token has heads: more programs would read the
+    same keys again from the L2 cache, which is about as fast as memory."""
     most = max(padded(heads), MLA_DECODE_TILINGS[-1].queries)
     tilings = [tiling for tiling in MLA_DECODE_TILINGS if tiling.queries <= most]
     return first_fitting(device, tilings, dims, itemsize)
 
 
 def segmented_mla_tiling(device: DeviceProperties, dims: int, itemsize: int) -> MlaTiling:
-    """Returns the tiling of MLA in segments: its programs keep two mixes of values in registers, so that they have half
-    as many queries as others."""
+    """Returns the tiling of MLA in segments: its programs keep two mixes of values in registers, so they have half
+    the queries of others."""
     return first_fitting(device, MLA_PREFILL_TILINGS[1:], dims, itemsize)
 
 

@@ -40,7 +40,7 @@ class Lane(threading.local):
 
 
 class Transfer:
-    """Sends bytes to one device in the background. Who reads a target waits for `finish` first."""
+    """Sends bytes to one device in the background. Wait for `finish` before reading a target."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -48,7 +48,7 @@ class Transfer:
         self._under_way: list[Future[None]] = []
 
     def send(self, data: Bytes, target: Any) -> None:
-        """Begins to copy bytes to a tensor of as many bytes."""
+        """Begins to copy bytes to a tensor of the same size."""
         flat = target.view(-1).view(torch.uint8)
         if self._device.type != "cuda":
             flat.numpy()[:] = data
@@ -62,7 +62,6 @@ class Transfer:
             self._under_way.append(self._threads.submit(self._send, data[part], flat[part], allocated))
 
     def fetch(self, data: Bytes) -> Any:
-        """Returns the bytes as a tensor on the device, once they are there."""
         target = torch.empty(len(data), dtype=torch.uint8, device=self._device)
         self.send(data, target)
         self.finish()

@@ -24,7 +24,7 @@ from penstock.backend.cuda.quantized_weights import PartsMatrix, Workspace
 from penstock.model.formats.trellis import Trellis
 
 GEMM_ROWS = 64  # rows up to which a weight's values are not written out
-TILE_ROWS = 64  # of the weight, in one program
+TILE_ROWS = 64  # per program
 
 
 @dataclass(slots=True)
@@ -69,7 +69,6 @@ def pack_trellis(parts: Sequence[Trellis], bias: Any | None, workspace: Workspac
 
 
 def packed(part: Trellis, workspace: Workspace) -> TrellisWeight:
-    """Moves one part to the device."""
     down, across, words = part.tiles.shape
     arena = workspace.arena
     tiles = arena.empty((down, across, words // 2), torch.int32)

@@ -49,7 +49,7 @@ COUNTS = {
     "quant_gemm": (32, 64, 128, 256),
     "fp8_gemm": (32, 64, 128),
 }
-KINDS = {  # of the matrices that each kernel multiplies
+KINDS = {  # matrices of each kernel
     "gemv": ("16 bits",),
     "expert_gemv": ("16 bits", "fp8"),
     "skinny": ("16 bits",),
@@ -57,13 +57,13 @@ KINDS = {  # of the matrices that each kernel multiplies
     "quant_gemm": ("4 bits",),
     "fp8_gemm": ("fp8",),
 }
-MANY_BYTES = 2  # times the L2 cache: with so many copies of a matrix, none is found there
+MANY_BYTES = 2  # times the L2 cache: copies of a matrix take this much, so none is found there
 REPEATS = 40
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Holds what measurements share: the GPU, scratch memory and a clock."""
+    """Holds the GPU, scratch memory and a clock for all measurements."""
 
     device: torch.device
     properties: DeviceProperties
@@ -85,7 +85,6 @@ def tune(device: str = "cuda", path: Path | None = None, report: Callable[[str],
 def measure(
     bench: Bench, shapes: Sequence[tuple[int, int]], report: Callable[[str], None] = log.info
 ) -> list[tuple[Product, tuple[int, ...]]]:
-    """Returns the fastest tiling of each product."""
     best = []
     for product in products(bench.properties, shapes):
         if times := list(timed(bench, product)):
@@ -97,7 +96,7 @@ def measure(
 
 
 def products(device: DeviceProperties, shapes: Sequence[tuple[int, int]]) -> Iterator[Product]:
-    """Yields what is measured: nothing in FP8 on a GPU without it."""
+    """Yields the measured products; FP8 only on a GPU with it."""
     for kernel, kinds in KINDS.items():
         for kind in kinds:
             if kind == "fp8" and not device.has_fp8:
@@ -124,7 +123,7 @@ def timed(bench: Bench, product: Product) -> Iterator[tuple[float, Any]]:
     for tiling, calls in trials.items():
         try:
             yield bench.seconds(calls), tiling
-        except Exception as error:  # a tiling that this GPU cannot run is no candidate, whatever the compiler says
+        except Exception as error:  # this GPU cannot run the tiling
             log.debug("%s with %s does not run: %s", product, tiling, error)
 
 
@@ -132,7 +131,7 @@ def compile_ahead(device: torch.device, calls: Sequence[Call]) -> None:
     """Makes each call once, several at a time: their kernels are compiled then. The interpreter runs one at a time."""
 
     def attempt(call: Call) -> None:
-        with suppress(Exception), torch.cuda.device(device):  # it is told when the call is timed
+        with suppress(Exception), torch.cuda.device(device):  # the timed call reports errors
             call()
 
     if device.type == "cuda":
@@ -142,12 +141,11 @@ def compile_ahead(device: torch.device, calls: Sequence[Call]) -> None:
 
 
 def lines_of(product: Product) -> int:
-    """Returns how many lines a product's matrix has: that of experts has those of all that are chosen."""
+    """Returns the lines of a product's matrix: all chosen experts' together."""
     return product.rows * (2 if product.gated else 1) * (CHOSEN if product.kernel == "expert_gemv" else 1)
 
 
 def matrix(bench: Bench, product: Product) -> Any:
-    """Returns a random matrix of the product's kind."""
     if product.kind == "more bits":
         tensor = random_tensor(np.random.default_rng(0), "Q8_0", product.rows, product.width)
         return pack(tensor.data, "Q8_0", product.rows, product.width, Transfer(bench.device))
@@ -195,7 +193,6 @@ def splits(device: DeviceProperties, product: Product, tile: int, block: int) ->
 
 
 def call_of(product: Product, x: Any, weight: Any, out: Any, tiling: Any, scratch: SplitKScratch) -> Call:
-    """Returns a call that computes the product with one tiling."""
     if product.kernel == "gemv":
         return lambda: gemv.gemv(x, weight, None, out, tiling=tiling)
     if product.kernel == "expert_gemv":

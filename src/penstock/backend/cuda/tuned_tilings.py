@@ -26,7 +26,7 @@ class Product:
     """Names a product that has a tiling: `count` rows with a matrix [rows, width]."""
 
     kernel: str
-    kind: str  # of the matrix: its bits, its groups
+    kind: str  # the matrix: bits, groups
     count: int
     rows: int
     width: int
@@ -63,7 +63,6 @@ def default_path() -> Path:
 
 
 def entry_name(device_name: str) -> str:
-    """Returns the name of the entry for this GPU and these versions."""
     try:
         triton = version("triton")
     except PackageNotFoundError:
@@ -73,7 +72,7 @@ def entry_name(device_name: str) -> str:
 
 def read_tuned(path: Path, device_name: str) -> TunedTilings:
     """Returns the tilings measured on this GPU with these versions; none, with one line in the log, if the file is
-    unreadable or has only those of others."""
+    unreadable or has only others."""
     name = entry_name(device_name)
     try:
         entries = json.loads(path.read_text())

@@ -30,7 +30,7 @@ from penstock.backend.cuda.kernels.split_k import row_blocks
 from penstock.backend.cuda.pack_quantized import QuantizedWeight, quantize_int4
 from penstock.backend.cuda.pack_quantized import pack as pack_codes
 from penstock.backend.cuda.quantized_weights import QuantizedMatrix, Workspace, stack
-from penstock.backend.cuda.storage import CODE_BITS, COLUMNS, Layout, StorageRules, common_layout
+from penstock.backend.cuda.storage import CODE_BITS, COLUMNS, StorageRules, WeightLayout, common_layout
 from penstock.backend.cuda.tilings import HOPPER_GEMM_ROWS, TALL
 from penstock.backend.cuda.transfer import Transfer
 from penstock.backend.cuda.trellis_weights import pack_trellis
@@ -42,7 +42,7 @@ from penstock.model.tensor import Tensor, factor_of, some_rows
 
 log = logging.getLogger(__name__)
 CHUNK_VALUES = 1 << 26  # dequantized together
-NOTED_GROWTH = 1.1  # times as many bits as in the file: more is logged
+NOTED_GROWTH = 1.1  # ratio to the bits in the file above which growth is logged
 
 
 class Weight(Protocol):
@@ -65,8 +65,8 @@ class Weight(Protocol):
         `fp8_out`, the result is quantized into it instead of being written to `out`."""
 
     def updated(self, x: Any, out: Any, updates: ProductUpdates, gated: bool = False) -> bool:
-        """Computes a product, or a gated one, with the updates of adapters. Returns False, and does nothing, where no
-        kernel for this matrix and so many rows adds them."""
+        """Computes a product, or a gated one, with the updates of adapters. Returns False, and does nothing,
+        if the kernel for this number of rows does not add them."""
 
     def gather(self, tokens: Any, out: Any) -> None:
         """Sets out[t] to row tokens[t] of the matrix."""
@@ -148,7 +148,7 @@ class PackTarget(NamedTuple):
     """Says where weights are packed, and what plain ones become."""
 
     workspace: Workspace
-    dtype: torch.dtype  # of activations
+    dtype: torch.dtype  # type of activations
     quantize: str = ""
 
     @property
@@ -157,45 +157,43 @@ class PackTarget(NamedTuple):
 
 
 def pack(parts: Sequence[Tensor], bias: Sequence[Tensor | None], target: PackTarget) -> Weight:
-    """Packs parts as one matrix, in the layout that they have in common."""
     workspace, layout = target.workspace, common_layout(parts, target.rules, experts=False)
     parts = [as_near_blocks(part) or part for part in parts]
     vector = stacked_bias(parts, bias, workspace.arena.device)
     log_storage(parts, layout, target)
     match layout:
-        case Layout.CODES:
+        case WeightLayout.CODES:
             log_growth(parts, workspace)
             return QuantizedMatrix(stack([packed(part, workspace.transfer) for part in parts]), vector, workspace)
-        case Layout.TRELLIS:
+        case WeightLayout.TRELLIS:
             return pack_trellis([trellis for part in parts if (trellis := trellis_of(part))], vector, workspace)
-        case Layout.FP8:
+        case WeightLayout.FP8:
             return pack_fp8(parts, vector, workspace)
-        case Layout.INT4:
+        case WeightLayout.INT4:
             return QuantizedMatrix((quantize_int4(values_to_quantize(parts, target)),), vector, workspace)
-        case Layout.ROW_FP8:
+        case WeightLayout.ROW_FP8:
             return RowScaledFp8(quantize_fp8(values_to_quantize(parts, target)), vector, workspace)
     return DenseMatrix(stacked_values(parts, target.dtype, workspace), vector, workspace)
 
 
 def values_to_quantize(parts: Sequence[Tensor], target: PackTarget) -> Any:
-    """Returns the values of all parts on the device, for a moment."""
     values = stacked_values(parts, target.dtype, target.workspace, kept=False)
     target.workspace.transfer.finish()
     return values
 
 
-def log_storage(parts: Sequence[Tensor], layout: Layout, target: PackTarget) -> None:
+def log_storage(parts: Sequence[Tensor], layout: WeightLayout, target: PackTarget) -> None:
     """Logs formats that no kernel reads, and plain weights that are not quantized although that was asked for."""
     formats, workspace = {part.format.name for part in parts}, target.workspace
     quantize = target.quantize if all(may_quantize(part, DEVICE) for part in parts) else ""
     if quantize and not formats <= PLAIN.keys():
         log_once(workspace, f"weights in {names(formats)} stay as they are: {quantize} is for plain ones")
-    if layout is Layout.VALUES and target.dtype.itemsize == 2 and not formats <= PLAIN.keys():
+    if layout is WeightLayout.VALUES and target.dtype.itemsize == 2 and not formats <= PLAIN.keys():
         size = f"{target.dtype.itemsize} bytes for each value"
         log_once(
             workspace, f"weights in {names(formats)} become {target.dtype}, {size}: no kernel reads them as they are"
         )
-    if layout is Layout.VALUES and quantize and formats <= PLAIN.keys():
+    if layout is WeightLayout.VALUES and quantize and formats <= PLAIN.keys():
         width = parts[0].shape[1]
         log_once(workspace, f"weights with rows of {width} stay as they are: fp8 needs multiples of {COLUMNS}")
 
@@ -212,7 +210,6 @@ def log_growth(parts: Sequence[Tensor], workspace: Workspace) -> None:
 
 
 def names(formats: set[str]) -> str:
-    """Lists formats for a message."""
     return " and ".join(sorted(formats))
 
 
@@ -224,7 +221,6 @@ def log_once(workspace: Workspace, message: str) -> None:
 
 
 def packed(part: Tensor, transfer: Transfer) -> QuantizedWeight:
-    """Packs one part that stays quantized."""
     rows, width = part.shape
     return pack_codes(part.data, part.format.name, rows, width, transfer, factor_of(part) or 0.0)
 

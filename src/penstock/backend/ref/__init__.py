@@ -11,7 +11,7 @@ __all__ = ["RefBackend"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "RefBackend":  # imported when it is first used: the declaration beside it stays light
+    if name != "RefBackend":  # imported on first use, so that the declaration stays light
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from penstock.backend.ref.backend import RefBackend
 

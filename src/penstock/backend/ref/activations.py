@@ -22,7 +22,7 @@ def clamped(left: Floats, right: Floats) -> Floats:
 
 
 def silu(x: Floats) -> Floats:
-    with np.errstate(over="ignore"):  # of exp, where the answer is 0 anyway
+    with np.errstate(over="ignore"):  # exp overflows only if the answer is 0
         y: Floats = x / (1 + np.exp(-x))
     return y
 

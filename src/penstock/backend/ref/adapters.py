@@ -10,7 +10,7 @@ import numpy as np
 from penstock.backend.base import Batch, Floats
 from penstock.model.low_rank import LowRankUpdate
 
-LoadedAdapters = Mapping[int, "RefAdapter"]  # by slot
+LoadedAdapters = Mapping[int, "RefAdapter"]  # key: slot
 
 
 class RefAdapter:
@@ -21,11 +21,9 @@ class RefAdapter:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of all its matrices."""
         return sum(part.a.nbytes + part.b.nbytes for update in self._updates.values() for part in update.parts)
 
     def changes(self, weight: Any) -> bool:
-        """Returns whether the adapter changes products with the weight."""
         return id(weight) in self._updates
 
     def add(self, x: Floats, y: Floats, weight: Any) -> None:

@@ -43,7 +43,7 @@ from penstock.types import StepResult
 
 
 def kv_formats(kv: str) -> KvFormats:
-    """Returns the formats that `--kv` names. All take the memory of f32: keys and values are rounded alone."""
+    """Returns the formats that `--kv` names. All take the memory of f32: keys and values are only rounded."""
     return KvFormats.parse(kv, DEVICE.kv_formats, "for the reference")
 
 
@@ -71,7 +71,6 @@ class RefProgram:
         self.forward(replace(nothing, tables=nothing.tables.repeat(max(len(groups), 1), 0)))
 
     def run(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
-        """Runs one step and answers its rows."""
         logits, states = self.forward(batch)
         result = sample(logits, batch, masks)
         if batch.sample.chains:
@@ -151,7 +150,7 @@ class RefBackend(SynchronousBackend[RefProgram]):
         return [array for layer in layers for array in layer]
 
     def logits(self, batch: Batch) -> Floats:
-        """Returns what the forward pass gives for the sampled positions: [S, vocab]."""
+        """Returns the logits of the sampled positions: [S, vocab]."""
         return self._program_of(batch).forward(batch)[0]
 
     def trial_logits(self, model: Model, kv: str, batches: Sequence[Batch], size: CacheSize) -> Floats:

@@ -1,7 +1,7 @@
-"""Makes inputs that matter for each op, and says how far a backend may be from the reference on them.
+"""Defines the inputs and the tolerance with which a backend is compared with the reference, for each op.
 
 A case is a tiny model of one op. Values enter through `embed`, so any backend can run it through its own interface,
-given a `logits(batch)` that returns what the forward pass gave.
+given a `logits(batch)`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Trial(NamedTuple):
 class Case(NamedTuple):
     op: str
     name: str
-    format: str  # of the weight that matters
+    format: str  # the tested weight's
     tolerance: float  # largest difference over largest value
     make: Callable[[Random], Trial]
 
@@ -81,7 +81,6 @@ class OneOp:
 
 
 def run(trial: Trial, backend: Shows) -> list[Floats]:
-    """Returns the answer of each step of the trial."""
     backend.load(OneOp(trial.forward, [pack(weight, backend) for weight in trial.weights]))
     backend.reserve_kv(trial.num_blocks, BLOCK_SIZE, trial.states)
     return [pooled(backend, batch) if batch.pools else backend.logits(batch) for batch in trial.steps]
@@ -104,8 +103,7 @@ def pooled(backend: Backend, batch: Batch) -> Floats:
 
 
 def difference(got: Floats, wanted: Floats) -> float:
-    """Returns the largest difference over the largest value; infinity where something is no number, because `max` of
-    several differences would pass over that."""
+    """Returns the largest difference over the largest value. NaN counts as infinity: `max` would ignore it."""
     found = float(np.abs(got - wanted).max() / np.abs(wanted).max())
     return float("inf") if np.isnan(found) else found
 
@@ -137,7 +135,7 @@ def add_norm(rng: Random, *, tokens: int, width: int) -> Trial:
 
 
 def linear(rng: Random, *, format: str, tokens: int, width: int, parts: Sequence[int], bias: bool = False) -> Trial:
-    """Multiplies by parts with so many rows each; with `bias`, all parts but the first have one."""
+    """Multiplies by parts with these numbers of rows; with `bias`, all but the first have one."""
     weight = Stack(
         [random_tensor(rng, format, rows, width) for rows in parts],
         [random_tensor(rng, "F32", rows) if bias and i else None for i, rows in enumerate(parts)],
@@ -223,8 +221,8 @@ def take_sampled(rng: Random, *, wanted: Sequence[tuple[int, int]]) -> Trial:
 
 
 def pool(rng: Random) -> Trial:
-    """Pools a mean over two steps, a mean of one, and a last state beside a row without an embedding, from values that
-    ops after `pool` must leave alone."""
+    """Pools a mean over two steps, a mean of one, and a last state, in a step with a row without an embedding. Ops
+    after `pool` must not overwrite the pooled values."""
 
     def forward(ops: Ops[Any], table: Any, gain: Any) -> Any:
         x = y = ops.embed(table)

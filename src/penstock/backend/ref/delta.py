@@ -12,7 +12,7 @@ from penstock.model.recurrence import DeltaSpec
 def delta_rule(
     state: Floats, mixed: Floats, learned: Floats, alpha: Floats, weights: DeltaWeights, spec: DeltaSpec
 ) -> tuple[Floats, Floats]:
-    """Returns the heads' states after one token, and what it reads from them: [v_heads, k_dim, v_dim], [v_heads,
+    """Returns the heads' states after one token, and its output: [v_heads, k_dim, v_dim], [v_heads,
     v_dim]. `learned` is the share of the difference to its value that each state takes in."""
     q, k, v = np.split(mixed, [spec.k_width, 2 * spec.k_width])
     q, k = (each_value_head(unit(x.reshape(spec.k_heads, spec.k_dim)), spec) for x in (q, k))  # [v_heads, k_dim]

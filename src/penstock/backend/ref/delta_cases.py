@@ -20,7 +20,7 @@ from penstock.model.tensor import Stack
 
 
 def sigmoid_mul(rng: Random, *, width: int, gates: int) -> Trial:
-    """Returns a trial whose gate has so many values in each row."""
+    """Returns a trial whose gate has `width` values in each row."""
     weight = Stack([random_tensor(rng, "F32", gates, width)], [None])
     return Trial(
         lambda ops, table, weight: ops.sigmoid_mul(ops.embed(table), ops.linear(ops.embed(table), weight)),
@@ -58,8 +58,8 @@ def in_chunks(rng: Random, *lengths: int, longest: int) -> list[Batch]:
 
 
 def saved_and_begun() -> list[Batch]:
-    """Returns steps in which a state is saved in the middle of a row and at its end; others go on from there in other
-    slots, and the slot that it was saved from begins anew."""
+    """Returns steps in which a state is saved in the middle of a row and at its end; others continue from there in
+    other slots, and its own slot begins anew."""
     first = greedy_batch([Chunk(range(9), 0, [0], 0), Chunk(range(20, 22), 0, [0], 3)])
     then = greedy_batch([Chunk(range(30, 35), 5, [0], 1), Chunk(range(2), 0, [0], 0), Chunk(range(4), 2, [0], 3)], 1)
     last = greedy_batch([Chunk(range(40, 44), 8, [0], 2), Chunk(range(2, 6), 2, [0], 0), Chunk([7], 10, [0], 1)], 2)
@@ -71,7 +71,8 @@ def saved_and_begun() -> list[Batch]:
 
 
 def saved_far() -> list[Batch]:
-    """Returns steps in which a state is saved far into a row, and another row goes on from there, and saves its own."""
+    """Returns steps in which a state is saved far into a row, and another row continues from there, and saves its
+    own."""
     blocks = [0] * 5
     first = greedy_batch([Chunk(range(41), 0, blocks, 0), Chunk(range(50, 66), 0, blocks, 3)])
     then = greedy_batch([Chunk(range(30, 70), 37, blocks, 1), Chunk([7], 41, blocks, 0)], 1)

@@ -35,7 +35,6 @@ class RefHidden:
         return self._kind(number, width)[self._places(batch, group, np.arange(len(batch.tokens)), 0)]
 
     def _kind(self, number: int, width: int) -> Floats:
-        """Returns the array of one kind."""
         if number not in self.arrays:
             self.arrays[number] = np.zeros((*self._shape, width), np.float32)
         found = self.arrays[number].shape[2]

@@ -14,8 +14,8 @@ F32 = KvFormats("f32", "f32")
 
 
 class RefCache:
-    """Holds keys and values in blocks, [blocks, block_size, kv_heads, D], as what their formats give back of them; for
-    MLA keys alone and, where positions are selected, index keys. Layers of the same shape that have the same index
+    """Holds keys and values in blocks, [blocks, block_size, kv_heads, D], as their formats round them; for MLA only
+    keys and, if positions are selected, index keys. Layers of the same shape that have the same index
     within their KV groups share an array: a block belongs to one group at a time."""
 
     def __init__(
@@ -29,7 +29,7 @@ class RefCache:
         self.num_blocks = num_blocks
         self.kv = kv
         self.block_size = block_size
-        self.layers: dict[tuple[int, int, int], tuple[Floats, ...]] = {}  # by index within a group, and by shape
+        self.layers: dict[tuple[int, int, int], tuple[Floats, ...]] = {}  # key: index within a group, and shape
         self.states = states
         self.recurrent: dict[int, tuple[Floats, ...]] = {}
         self._places = {
@@ -38,7 +38,6 @@ class RefCache:
         self.hidden_group = next((number for number, group in enumerate(groups) if not group.window), 0)
 
     def group(self, layer: int) -> int:
-        """Returns the number of the KV group that a layer is in."""
         return self._places.get(layer, (0, layer))[0]
 
     def layer(self, layer: int, spec: AttentionSpec) -> tuple[Floats, ...]:

@@ -19,7 +19,7 @@ def time_steps(dt: Floats, weights: Mamba2Weights, spec: Mamba2Spec) -> Floats:
 def selective_scan(
     state: Floats, mixed: Floats, dt: Floats, weights: Mamba2Weights, spec: Mamba2Spec
 ) -> tuple[Floats, Floats]:
-    """Returns the heads' states after one token, and what it reads from them: [heads, state_dim, head_dim], [heads,
+    """Returns the heads' states after one token, and its output: [heads, state_dim, head_dim], [heads,
     head_dim]."""
     x, b, c = np.split(mixed, [spec.inner, spec.inner + spec.groups * spec.state_dim])
     x = x.reshape(spec.heads, spec.head_dim)

@@ -26,8 +26,8 @@ def attend_mla(
     dims: tuple[int, int] = (24, 20),
     format: str = "F32",
 ) -> Trial:
-    """Computes MLA as `attend` does attention, with heads of so many dimensions of queries that are not rotated, and of
-    values. Queries and what keys are made of are two tables."""
+    """Computes MLA as `attend` does attention, with `dims`: dimensions without RoPE, and of values. Queries and
+    latents come from two tables."""
 
     def forward(ops: Ops[Any], queries: Any, keys: Any, *weights: Any) -> Any:
         return ops.attend_mla(0, ops.embed(queries), ops.embed(keys), MlaWeights(*weights), spec, 1e-5)
@@ -37,7 +37,7 @@ def attend_mla(
 
 
 def tables(rng: Random, spec: AttentionSpec, tokens: int, dims: tuple[int, int]) -> list[Stack]:
-    """Returns what MLA takes of each token: a query for each head, and a key."""
+    """Returns a query for each head, and a key, of each token."""
     query = dims[0] + spec.head_dim - spec.v_dim
     return [inputs(rng, tokens, width) for width in (spec.heads * query, spec.kv_width)]
 
@@ -92,7 +92,7 @@ def indexed(heads: int, dims: int, top_k: int, *, rotated: int = 0, interleaved:
 
 MLA, MLA_SHARP = mla(20, 16, 16), mla(4, 16, 32, multiplier=0.7)
 MLA_HALVES = mla(3, 16, 32, interleaved=False, scale=1.2)
-BLOCKS = mla(3, 32, 64, multiplier=0.02)  # of sizes that every format has
+BLOCKS = mla(3, 32, 64, multiplier=0.02)  # fits every format
 WIDE, ODD = mla(6, 16, 48), mla(3, 6, 20)
 FEW, ONE = replace(WIDE, index=indexed(4, 8, 5)), replace(ODD, index=indexed(3, 6, 1))
 SOME = replace(ODD, index=indexed(5, 10, 33))

@@ -34,7 +34,7 @@ from penstock.model.ops import (
 from penstock.model.recurrence import ConvSpec, DeltaSpec, Mamba2Spec, ScanSpec
 from penstock.model.spec import AttentionSpec, ExpertSpec, RopeSpec
 
-State = tuple[Floats, ...]  # of a recurrent layer: what its spec says it keeps
+State = tuple[Floats, ...]  # a recurrent layer's, as its spec defines it
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +298,6 @@ class RefOps(RefStreamOps):
 
 
 def write(states: State, index: int, state: State) -> None:
-    """Writes one state into the arrays of all."""
     for each, one in zip(states, state, strict=True):
         each[index] = one
 
@@ -367,7 +366,7 @@ def attention(
 
 
 def bias_of(positions: Ints, first: int, context: int, spec: AttentionSpec, biases: Floats) -> Floats:
-    """Returns what each score gets for how far the key is from the query: [heads, T, C]."""
+    """Returns the bias of each score for the distance of key and query: [heads, T, C]."""
     reach = spec.distance_bias
     distances = np.clip(first + np.arange(context) - positions[:, None], -reach, reach)
     found: Floats = biases.reshape(spec.heads, -1)[:, distances + reach]
@@ -396,7 +395,7 @@ def visible(positions: Ints, first: int, context: int, spec: AttentionSpec) -> N
 
 
 def query_scales(positions: Ints, spec: AttentionSpec) -> Floats:
-    """Returns what the temperature of attention multiplies each token's queries by: [T]."""
+    """Returns the temperature of each token's queries: [T]."""
     return (1 + spec.temperature * np.log1p((positions + 1) // spec.temperature_span)).astype(np.float32)
 
 

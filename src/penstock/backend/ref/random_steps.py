@@ -33,7 +33,6 @@ def random_steps(
 
 
 def blocks_for(prompts: Sequence[Sequence[int]], block_size: int) -> int:
-    """Returns how many blocks all prompts take together."""
     return sum(-(-len(prompt) // block_size) for prompt in prompts)
 
 

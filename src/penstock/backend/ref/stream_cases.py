@@ -29,8 +29,6 @@ TOKENS = 9
 
 
 def of_tables(rng: Random, *, op: Callable[..., Any], widths: Sequence[int], gain: int = 0) -> Trial:
-    """Computes an op of rows with these widths and, if it has one, a gain."""
-
     def forward(ops: Ops[Any], *weights: Any) -> Any:
         tables, gains = weights[: len(widths)], weights[len(widths) :]
         return op(ops, *map(ops.embed, tables), *gains)
@@ -40,7 +38,7 @@ def of_tables(rng: Random, *, op: Callable[..., Any], widths: Sequence[int], gai
 
 
 def partial_embed(rng: Random) -> Trial:
-    """Looks tokens up of which a table has rows for the first ones alone."""
+    """Looks up tokens in a table that has rows for only the first ones."""
     tables = [Stack([random_tensor(rng, "F32", rows, 33)], [None]) for rows in (50, 20)]
     return Trial(
         lambda ops, whole, some: ops.add(ops.embed(whole), ops.embed(some, partial=True)),

@@ -9,7 +9,7 @@ import numpy as np
 from penstock.backend.base import Floats
 from penstock.backend.ref.activations import ACTS
 
-LEAST_SQUARE = np.float32(1e-5)  # of a stream that is scaled
+LEAST_SQUARE = np.float32(1e-5)  # mean square of a scaled stream, at least
 
 
 def split(x: Floats, dims: int) -> Floats:

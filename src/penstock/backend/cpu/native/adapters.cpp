@@ -10,7 +10,7 @@ namespace penstock {
 
 namespace {
 
-constexpr size_t CHUNK_BYTES = 8192;  // of thin matrices: they are small, and every worker is to have some
+constexpr size_t CHUNK_BYTES = 8192;  // small, so that every worker gets a part of thin matrices
 
 size_t divide_up(size_t a, size_t b) { return (a + b - 1) / b; }
 

@@ -1,4 +1,4 @@
-// Adapters (LoRA): thin matrices whose products are added to those of packed weights, each row with its own adapter's.
+// Adapters (LoRA): thin matrices whose products are added to those of packed weights, by each row's adapter.
 #pragma once
 
 #include <cstddef>

@@ -12,7 +12,7 @@ namespace penstock {
 namespace {
 
 constexpr size_t STORE_TOKENS = 8;  // per chunk
-constexpr size_t HEADS_TOGETHER = 8;  // of MLA, in one group
+constexpr size_t HEADS_TOGETHER = 8;  // heads of MLA in one group
 constexpr size_t AHEAD = 2 * TILE;  // places whose keys are prefetched while others are scored
 
 Rotation rotation(const Frame& frame, const Attention& a, size_t token) {
@@ -71,7 +71,7 @@ struct Partial {
     std::fill(sums, sums + count, 0.0f);
   }
 
-  // Adds what was found in the positions that follow.
+  // Adds the results of the positions that follow.
   void merge(const Kernels& kernels, const Partial& next) const {
     for (size_t i = 0; i < count; ++i) {
       if (next.sums[i] == 0) continue;
@@ -127,7 +127,7 @@ class Queries {
       attend_span(span, std::max(span, first), std::min(span + SPAN, last), last - 1, partial);
   }
 
-  // Attends to the first `n` of these positions alone, whose keys are copied to `tiles` for it.
+  // Attends only to the first `n` of these positions; their keys are copied to `tiles` first.
   void attend_to(const float* selected, size_t n, std::byte* tiles, const Partial& partial) const {
     const auto& mla = frame_.cache.mla_kernels(frame_.kernels);
     const size_t tile_bytes = frame_.cache.kv_tile_bytes(a_.shape());
@@ -219,7 +219,7 @@ class Queries {
                           partial.mixed + i * padded_);
   }
 
-  // Adds what a query's head gives to a tile of keys for their distances.
+  // Adds a head's biases for the distances of a query to a tile of keys.
   void add_bias(size_t i, size_t place, float* scores) const {
     const ptrdiff_t most = a_.farthest(), least = 1 - ptrdiff_t(TILE) - most;
     const ptrdiff_t distance = ptrdiff_t(frame_.cache.position(place)) - ptrdiff_t(position(i));

@@ -20,19 +20,19 @@ struct Attention {
   int angles;        // buffer [T][cos of each pair, sin of each pair]; -1: nothing is rotated
   bool interleaved;  // pairs are (2i, 2i + 1) or (i, i + pairs)
   float scale;
-  float soft_cap;  // of scores; 0: none
+  float soft_cap;  // maximum of scores; 0: none
   bool causal;     // else a token sees its whole row
-  bool shares_kv;  // its rows are queries alone: another attention writes the keys and values of its layer
-  size_t chunk = 0;  // above 0: a token sees nothing before the chunk of so many positions that it is in
+  bool shares_kv;  // its rows are only queries: another attention writes the layer's keys and values
+  size_t chunk = 0;  // above 0: a token sees only its own chunk of this many positions
   double temperature = 0;       // queries are multiplied by 1 + temperature * log(1 + floor((position + 1) / span))
   size_t temperature_span = 1;
   std::vector<float> q_gain = {};  // [dim], what rotated queries are multiplied by; or none
-  std::vector<float> sinks = {};   // a score for each head that takes part in the softmax and has no value; or none
+  std::vector<float> sinks = {};   // a score per head that joins the softmax without a value; or none
   std::vector<float> distance_bias = {};  // [heads][distances], what scores get for how far a key is; or none
   size_t v_dim = 0;                // above 0: MLA, whose values are the last dimensions of keys, after a norm
   std::vector<float> gain = {};    // [v_dim]
   float eps = 0;
-  size_t index_dim = 0;  // of the index keys beside the KV; 0: there are none
+  size_t index_dim = 0;  // dimensions of index keys; 0: none
   size_t top_k = 0;      // positions that a token attends to; 0: all that it sees
 
   // The positions that a token sees at most, itself included; 0: no limit.
@@ -66,14 +66,14 @@ inline constexpr size_t SPLIT = 4 * SPAN;
 
 void plan_attention(Frame& frame, bool causal);  // makes the step's tiles and work items
 
-// Rotates keys and writes them and the values: of qkv, or the keys of MLA alone.
+// Rotates keys and writes them and the values: of qkv, or only the keys of MLA.
 Phase store_phase(const Attention& attention, int qkv);
 Phase attend_phase(const Attention& attention, int qkv, int out);  // runs every work item
 Phase merge_phase(const Attention& attention, int out);             // merges the partial results of split tiles
 // Attends from those tokens that see more than top_k positions to the ones that were selected.
 Phase sparse_phase(const Attention& attention, int q, int selected, int out);
 
-Rotation rotation(const Frame& frame, int angles, bool interleaved, size_t token);  // by a token's position
+Rotation rotation(const Frame& frame, int angles, bool interleaved, size_t token);  // for a token's position
 size_t row_of(const Batch& batch, size_t token);
 
 }  // namespace penstock

@@ -8,7 +8,7 @@ namespace penstock {
 namespace {
 
 constexpr size_t LEAST = 1024;           // slots
-constexpr size_t REPLICAS_PER_WORD = 32;  // of two bits each
+constexpr size_t REPLICAS_PER_WORD = 32;  // two bits each
 
 uint64_t first_word(const Digest& block) {
   uint64_t word;

@@ -89,7 +89,7 @@ class Cache {
   }
   size_t index_bytes(size_t index_dim) const { return index_dim ? keys_.side_bytes(index_dim) : 0; }
 
-  // The tile of index keys beside the tile that holds `place`.
+  // The tile of index keys for the tile with `place`.
   std::byte* index_tile(size_t layer, const int32_t* table, size_t place) const {
     return tile(layer, 0, table, place) + kv_tile_bytes(shapes_[layer]);
   }
@@ -97,7 +97,7 @@ class Cache {
  private:
   struct Format {
     const char* name;
-    size_t bits, scale_bytes;  // of a value; of a scale
+    size_t bits, scale_bytes;  // per value, per scale
     size_t group;              // dimensions that have a scale together; 0: all of a head
     KvKernels Kernels::* kernels;
     MlaKernels Kernels::* mla;
@@ -112,21 +112,21 @@ class Cache {
     size_t offset;  // bytes for each tile of the block
   };
   static const Format& format_of(const std::string& name);
-  void check_shape(const KvShape& shape) const;  // throws if a format has no place for it
+  void check_shape(const KvShape& shape) const;  // throws for a shape that a format cannot store
 
   std::vector<Place> places_of(const LayerGroups& groups) const;
   size_t tile_bytes(const KvShape& shape) const { return kv_tile_bytes(shape) + index_bytes(shape.index_dim); }
-  size_t layer_bytes(const KvShape& shape) const { return shape.heads * tile_bytes(shape); }  // of 16 positions
+  size_t layer_bytes(const KvShape& shape) const { return shape.heads * tile_bytes(shape); }  // 16 positions
 
   std::string name_;
   Format keys_, values_;
-  std::vector<KvShape> shapes_;   // of each layer
-  std::vector<size_t> group_of_;  // of each layer
-  std::vector<std::byte*> base_;  // of each layer: where it lies in the first block
-  std::vector<size_t> stride_;    // of each layer: bytes from block to block
+  std::vector<KvShape> shapes_;   // index: layer
+  std::vector<size_t> group_of_;  // index: layer
+  std::vector<std::byte*> base_;  // index: layer; its place in the first block
+  std::vector<size_t> stride_;    // index: layer; bytes from block to block
   struct Plane {
     std::byte* base;
-    size_t bytes;  // of one block
+    size_t bytes;  // per block
   };
   std::vector<Plane> planes_;
   size_t groups_ = 1, blocks_ = 0, block_size_ = 1, padded_size_ = TILE;

@@ -12,7 +12,7 @@ namespace penstock {
 
 namespace {
 
-constexpr size_t BLOCK_BYTES = 128;  // of input, compressed at once
+constexpr size_t BLOCK_BYTES = 128;  // input compressed at once
 constexpr size_t ROUNDS = 12;
 
 constexpr uint64_t INITIAL[8] = {0x6a09e667f3bcc908, 0xbb67ae8584caa73b, 0x3c6ef372fe94f82b, 0xa54ff53a5f1d36f1,

@@ -10,7 +10,7 @@ namespace {
 
 constexpr size_t CONVOLVED_AT_ONCE = 8;  // tokens per chunk
 
-// Inputs of one row's convolution: those of its tokens and, before them, of the state that it begins with.
+// Inputs of one row's convolution: first the state's, then its tokens'.
 class Inputs {
  public:
   Inputs(const Frame& frame, const ConvShape& shape, int x, size_t row)
@@ -25,7 +25,7 @@ class Inputs {
     return before_ ? before_ + (ptrdiff_t(shape_.conv_width) - 1 + index) * ptrdiff_t(shape_.width) : nullptr;
   }
 
-  // What was convolved last after so many of the row's tokens.
+  // The last inputs after this many of the row's tokens.
   void copy_last(size_t tokens, float* out) const {
     for (size_t i = 0; i + 1 < shape_.conv_width; ++i, out += shape_.width) {
       const float* input = at(ptrdiff_t(tokens + i + 1) - ptrdiff_t(shape_.conv_width));

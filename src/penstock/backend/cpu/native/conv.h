@@ -9,9 +9,9 @@ namespace penstock {
 
 struct ConvShape {
   size_t layer, width, conv_width;
-  size_t offset;      // floats of a state before what was convolved last, [conv_width - 1][width]
+  size_t offset;      // floats of a state before the last inputs, [conv_width - 1][width]
   size_t column = 0;  // where the channels begin in a row of inputs
-  bool silu = true;   // of what is convolved
+  bool silu = true;   // applied to the output
 
   size_t kept_floats() const { return (conv_width - 1) * width; }  // what one worker needs to keep them
 };
@@ -25,7 +25,7 @@ void check(const ConvShape& shape, const ConvVectors& vectors);  // throws for s
 
 // out = the channels of x, convolved.
 Phase convolve_phase(const ConvShape& shape, std::shared_ptr<const ConvVectors> vectors, int x, int out);
-// Keeps what a row's next convolution begins with. No phase before it may have written the row's state.
+// Keeps the inputs with which a row's next convolution begins. No phase before it may have written the row's state.
 void keep_last(const Frame& frame, const ConvShape& shape, int x, size_t row, float* scratch);
 
 }  // namespace penstock

@@ -4,15 +4,15 @@
 namespace penstock {
 
 #if defined(__x86_64__)
-bool has_carryless_product();  // with SSE 4.1
-bool has_avx2();               // with FMA and F16C
-bool has_avx512vnni();         // with F, BW, DQ and VL
+bool has_carryless_product();  // and SSE 4.1
+bool has_avx2();               // and FMA, F16C
+bool has_avx512vnni();         // and F, BW, DQ, VL
 #if defined(__linux__)
-bool has_amx();  // with AVX-512's BF16; asks the system for tiles
+bool has_amx();  // and AVX-512's BF16; asks the system for tiles
 #endif
 #elif defined(__aarch64__)
 bool has_crc32();
-bool has_dot_product();  // of 8-bit integers
+bool has_dot_product();  // 8-bit integers
 #endif
 
 }  // namespace penstock

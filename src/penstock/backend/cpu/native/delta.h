@@ -16,12 +16,12 @@ struct DeltaShape {
 
   size_t k_width() const { return k_heads * k_dim; }
   size_t v_width() const { return v_heads * v_dim; }
-  size_t width() const { return 2 * k_width() + v_width(); }  // of what is convolved: q, k and v
+  size_t width() const { return 2 * k_width() + v_width(); }  // the convolution's input: q, k and v
   size_t memory_floats() const { return k_dim * v_dim; }
-  size_t decays() const { return channel_decay ? k_dim : 1; }  // of one value head
-  // A state: the memory of each value head [k_dim][v_dim], then what was convolved last [conv_width - 1][width].
+  size_t decays() const { return channel_decay ? k_dim : 1; }  // per value head
+  // A state: the memory of each value head [k_dim][v_dim], then the last inputs [conv_width - 1][width].
   size_t state_floats() const { return v_heads * memory_floats() + (conv_width - 1) * width(); }
-  ConvShape conv() const { return {layer, width(), conv_width, v_heads * memory_floats()}; }  // of q, k and v
+  ConvShape conv() const { return {layer, width(), conv_width, v_heads * memory_floats()}; }  // q, k and v
   size_t key_head(size_t v_head) const { return tiled ? v_head % k_heads : v_head / (v_heads / k_heads); }
   size_t scratch_floats() const;  // what one worker needs
 };

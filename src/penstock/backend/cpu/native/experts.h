@@ -24,7 +24,7 @@ struct Routing {
   size_t groups, top_k_groups;
   bool by_two;              // a group's score is the sum of its two best, not its best one
   std::vector<float> bias;  // [count], or empty
-  bool weigh_inputs = false;  // a weight multiplies what its expert is given, not what it returns
+  bool weigh_inputs = false;  // weights multiply the inputs of experts, not their outputs
   std::vector<float> expert_scale = {};  // [count], what an expert's weight is multiplied by; or empty
 
   void check() const;  // throws std::invalid_argument if the numbers do not fit each other
@@ -38,7 +38,7 @@ struct Routing {
 };
 
 struct ExpertWeights {
-  std::vector<std::shared_ptr<const Weight>> up, down;  // one for each expert; `up` has gate and up, or up alone
+  std::vector<std::shared_ptr<const Weight>> up, down;  // one for each expert; `up` has gate and up, or only up
 
   void check() const;  // throws std::invalid_argument unless all experts have one shape
   size_t width() const { return up.front()->width(); }
@@ -68,7 +68,7 @@ struct ExpertPermutation {
   std::vector<uint32_t> ends;             // the place after the last pair of each expert
   std::vector<Band> bands;
   Buffer inputs, ungated, hidden, outputs;  // a row for each place
-  Buffer rotated;                           // of what EXL3 weights multiply after the gate
+  Buffer rotated;                           // inputs of EXL3 weights after the gate
 };
 
 struct Moe {

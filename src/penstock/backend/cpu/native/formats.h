@@ -18,17 +18,17 @@ namespace penstock {
 inline constexpr size_t BLOCK = 32;
 inline constexpr size_t LANES = 16;  // rows of a panel
 
-// 32 activations: scale * q[j] + middle. Sums are those of the first half, of the second, and of all.
+// 32 activations: scale * q[j] + middle. Sums: first half, second half, all.
 struct alignas(64) CodeBlock {
   float scale;
   float middle;
-  float sum[3];       // of activations: what a minimum of the weights is multiplied by
+  float sum[3];       // activations, which multiply a minimum of the weights
   int32_t offset[3];  // -128 * sum(q): undoes weights stored 128 too high
   int8_t q[32];
 };
 static_assert(sizeof(CodeBlock) == 64);
 
-// What a storage block holds, taken apart. Unused parts are zero.
+// The parts of a storage block. Unused ones are zero.
 struct Parts {
   uint16_t d, m;
   int8_t scales[16], minima[16];
@@ -77,7 +77,7 @@ struct Grouping {
 template <size_t VALUES_, int LOW_, int HIGH_, bool MINIMA_, int ZERO_, Scale SCALE_, size_t GROUPS_, bool TABLED_>
 struct KindOf {
   using Kind = KindOf;
-  static constexpr size_t VALUES = VALUES_, GROUPS = GROUPS_;  // of a storage block; of 32 values
+  static constexpr size_t VALUES = VALUES_, GROUPS = GROUPS_;  // per storage block, per 32 values
   static constexpr int LOW = LOW_, HIGH = HIGH_, ZERO = ZERO_;
   static constexpr bool MINIMA = MINIMA_, TABLED = TABLED_;
   static constexpr Scale SCALE = SCALE_;
@@ -85,7 +85,7 @@ struct KindOf {
 
 template <size_t VALUES, size_t BYTES_, int LOW, int HIGH, bool MINIMA, int ZERO, Scale SCALE, size_t GROUPS = 1>
 struct Quantized : KindOf<VALUES, LOW, HIGH, MINIMA, ZERO, SCALE, GROUPS, false> {
-  static constexpr size_t BYTES = BYTES_;  // of a storage block
+  static constexpr size_t BYTES = BYTES_;  // per storage block
   static constexpr const int8_t* TABLE = nullptr;
   static constexpr float FACTOR = 1;
   static constexpr Grouping GROUPING = {};
@@ -94,7 +94,7 @@ struct Quantized : KindOf<VALUES, LOW, HIGH, MINIMA, ZERO, SCALE, GROUPS, false>
 template <size_t VALUES, size_t BYTES_, int LOW, int HIGH, Scale SCALE, const int8_t* TABLE_, size_t GROUPS = 1>
 struct Tabled : KindOf<VALUES, LOW, HIGH, false, 0, SCALE, GROUPS, true> {
   static constexpr size_t BYTES = BYTES_;
-  static constexpr const int8_t* TABLE = TABLE_;  // of 16
+  static constexpr const int8_t* TABLE = TABLE_;  // 16 numbers
   static constexpr float FACTOR = 1;
   static constexpr Grouping GROUPING = {};
 };
@@ -389,7 +389,7 @@ struct Packed {
   static constexpr size_t BLOCK_BYTES = MINIMA + (Q::MINIMA ? Q::GROUPS * LANES * SCALE : 0);
   static constexpr size_t HEAD = SMALL ? Q::GROUPS * LANES : SCALE == 2 ? 0 : LANES * 2 * (Q::MINIMA ? 2 : 1);
   static constexpr size_t BYTES = BLOCKS * BLOCK_BYTES + (SMALL ? BLOCKS : 1) * HEAD;
-  static constexpr size_t ALIGNMENT = SMALL ? VECTOR : 1;        // of panels
+  static constexpr size_t ALIGNMENT = SMALL ? VECTOR : 1;        // panels
   static constexpr size_t RUN = SMALL ? VECTOR / HEAD : BLOCKS;  // blocks after a head, or after a vector of heads
   static constexpr size_t HEADS = SMALL ? VECTOR : HEAD;         // bytes before them
 

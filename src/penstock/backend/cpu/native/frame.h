@@ -1,4 +1,4 @@
-// Defines what a phase reads while a step runs.
+// Defines the input of phases while a step runs.
 #pragma once
 
 #include <cstdint>
@@ -62,7 +62,7 @@ struct Buffer {
 // Up to 16 tokens of one row, which attend together.
 struct QueryTile {
   size_t row, first, count;
-  size_t splits;  // that the positions they see are divided into
+  size_t splits;  // parts of the positions that they see
   size_t end;     // the place after the last one of their row, where attention is not causal; else 0
 };
 
@@ -75,7 +75,7 @@ struct WorkItem {
 // Scores of positions by the index of sparse attention, while positions are selected.
 struct IndexScores {
   size_t width = 0;     // places of the longest context of the step, in whole tiles
-  bool by_token = false;  // the rows of `scores` are those of tokens, so that workers share a token; else of workers
+  bool by_token = false;  // `scores` has a row per token, which workers share; else per worker
   Memory scores = {};      // [tokens or workers][width]
   Memory candidates = {};  // [workers][width] positions
 };
@@ -90,11 +90,11 @@ struct Frame {
   std::vector<WorkItem> work_items;
   std::vector<size_t> split_tiles;   // the first work items of those tiles that have several
   Memory partials;                   // [work item][group of heads] partial results, where a tile has several
-  IndexScores index;                 // of models that select positions
-  std::vector<RowState> row_states;  // of models with recurrent layers
+  IndexScores index;                 // models that select positions
+  std::vector<RowState> row_states;  // models with recurrent layers
   std::vector<Memory> scratch;       // one for each worker
   unsigned workers;
-  std::vector<AdapterRun> adapter_runs[2] = {};  // of all tokens, and of those whose logits are wanted
+  std::vector<AdapterRun> adapter_runs[2] = {};  // all tokens, tokens whose logits are wanted
   Memory ranks = {};                             // [rows][rank_stride]: what the thin matrices `a` make of rows
   size_t rank_stride = 0;
   size_t hidden_group = 0;  // the layer group whose blocks hidden states are stored in

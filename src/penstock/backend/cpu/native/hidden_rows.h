@@ -50,8 +50,8 @@ class HiddenRows {
   size_t bytes_of(size_t number) const { return widths_[number] * block_size_ * sizeof(uint16_t); }  // in one block
   void check_blocks(Blocks blocks, size_t bytes) const;
 
-  std::vector<size_t> widths_;  // by number
-  std::vector<Memory> memory_;  // by number: [blocks][block_size][width]
+  std::vector<size_t> widths_;  // index: kind
+  std::vector<Memory> memory_;  // index: kind; [blocks][block_size][width]
   size_t blocks_ = 0, block_size_ = 1;
 };
 

@@ -32,7 +32,7 @@ struct PanelProduct {
   const int8_t* table;  // of 16 numbers that codes stand for, and what all of them are multiplied with;
   float factor;         // read by kinds of formats that have a table
   Grouping grouping;    // read by kinds of formats with GROUPED scales
-  bool add = false;     // to what y holds; for F32 and F16 without a bias
+  bool add = false;     // to y; for F32 and F16 without a bias
 };
 
 struct Rotation {
@@ -67,7 +67,7 @@ struct MlaKernels {
 };
 
 inline constexpr size_t MAX_CONV_WIDTH = 16;
-inline constexpr size_t MAX_COLUMNS = 64;  // of a delta net's memory that go through tokens together
+inline constexpr size_t MAX_COLUMNS = 64;  // columns of a delta net's memory that go through tokens together
 
 // The delta rule for one head: for each token in order, its memory decays, learns the value under the key, and is read.
 struct DeltaRule {
@@ -107,7 +107,7 @@ struct DeltaKernels {
 struct StreamKernels {
   void (*add_scaled)(const float* x, size_t n, float factor, float* out);  // out += x * factor
   float (*mean_square)(const float* x, size_t n);
-  // out = max(x - c, 0), where c lies so many standard deviations above the mean
+  // out = max(x - c, 0), where c lies `deviations` standard deviations above the mean
   void (*cut_off)(const float* x, size_t n, float deviations, float* out);
 };
 

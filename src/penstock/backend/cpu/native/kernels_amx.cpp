@@ -49,7 +49,7 @@ struct Ready {
   Codes codes[8];
   F scale[Q::GROUPS];
   F minimum[Q::MINIMA ? Q::GROUPS : 1];
-  F total;  // of scale * number: what a middle of x is multiplied by
+  F total;  // sum of scale * number, which multiplies a middle of x
 
   template <int... GROUP>
   INLINE void unpack(const std::byte* block, const int8_t* table, std::integer_sequence<int, GROUP...>) {
@@ -73,7 +73,7 @@ struct Ready {
 template <class Q>
 struct Tiled {
   static constexpr size_t DEPTH = 10;                 // blocks of a span
-  static constexpr size_t BYTES = BLOCK / Q::GROUPS;  // of a row of x in one tile product
+  static constexpr size_t BYTES = BLOCK / Q::GROUPS;  // one row of x in one tile product
   struct Span {
     size_t first, last;
     Ready<Q> ready[2][DEPTH];

@@ -3,7 +3,7 @@
 // Only functions without external linkage may be used here: anything the linker could share with another translation
 // unit (std::max included) might be the copy compiled for a CPU that this one is not.
 //
-// The order in which a row's values are added up depends on the shape of the weight alone, never on how many rows
+// The order in which a row's values are added up depends only on the shape of the weight, never on how many rows
 // there are: a row's result is the same in any batch.
 #include "kernels_products.h"
 

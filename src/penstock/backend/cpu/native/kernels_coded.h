@@ -3,7 +3,7 @@
 // A panel is read once for all rows of a tile, whose sums stay in registers. Each group of codes is unpacked into a
 // register and multiplied with every row of the tile at once, so codes never pass through memory again: unpacking them
 // for the next tile costs less than storing them and loading them back. Integer dot products of a block are exact; its
-// scales follow in one order, whatever the size of the tile.
+// scales follow in one order for all sizes of tiles.
 #pragma once
 
 namespace penstock {
@@ -56,7 +56,7 @@ INLINE F factor(const std::byte* head, const std::byte* own, size_t group) {
   return load((const uint16_t*)own + group * LANES);
 }
 
-// What is added to scale * number.
+// The addend of scale * number.
 template <class Q>
 INLINE F minimum_of(const std::byte* head, const std::byte* block, size_t group, F scale, Grouping grouping) {
   const F minimum = factor<Q>(head + LANES * 2, block + Packed<Q>::MINIMA, group);
@@ -72,7 +72,7 @@ INLINE F numbers_of(const std::byte* block, const int8_t* table, std::integer_se
   return to_float(numbers.total());
 }
 
-// The sum of scale * number of a block: what a middle of x is multiplied by.
+// The sum of scale * number of a block, which multiplies a middle of x.
 template <class Q>
 INLINE F total_of(const std::byte* head, const std::byte* block, const int8_t* table) {
   constexpr std::make_integer_sequence<int, 8 / Q::GROUPS> groups;

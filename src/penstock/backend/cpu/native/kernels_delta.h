@@ -4,7 +4,7 @@ namespace penstock {
 namespace {
 
 struct Delta {
-  static constexpr float LEAST_SQUARE = 1e-6f;  // beside the squares of a key
+  static constexpr float LEAST_SQUARE = 1e-6f;  // added to the squares of a key
   static constexpr size_t LEAST_PACKED = 4;  // tokens: a copy there and back costs about what one of them does
 
   static void convolve(const Convolution& c) {

@@ -2,7 +2,7 @@
 //
 // Runs of KV_GROUP dimensions have a scale of 16 bits for each position: [dim / 32][16] of them come first. A byte holds
 // codes of dimensions d and d + 16 of a run: the first in its low half, 8 too high, the second in its high half, with a
-// sign. The bytes of keys are [dim / 2][16 positions], those of values [16 positions][dim / 2].
+// sign. Bytes: keys [dim / 2][16 positions], values [16 positions][dim / 2].
 namespace penstock {
 namespace {
 

@@ -10,7 +10,7 @@
 #else
 #define UNROLL _Pragma("GCC unroll 16")
 #endif
-#define INLINE [[gnu::always_inline]] inline  // what it fills must stay in registers
+#define INLINE [[gnu::always_inline]] inline  // results must stay in registers
 
 #include "kernels_functions.h"
 

@@ -1,4 +1,4 @@
-// Products with EXL3 weights, over the lanes of one ISA (see kernels_body.h). trellis.h says where their bits lie.
+// Products with EXL3 weights, over the lanes of one ISA (see kernels_body.h). trellis.h defines the places of their bits.
 
 namespace penstock {
 namespace {
@@ -77,7 +77,7 @@ struct SumOfBytes {
 
 // ---- tiles ----
 
-constexpr size_t TILE_VECTORS = 16;  // of 16 numbers each
+constexpr size_t TILE_VECTORS = 16;  // 16 numbers each
 constexpr auto ALL_VECTORS = std::make_index_sequence<TILE_VECTORS>{};
 
 // One word of 16 lanes.

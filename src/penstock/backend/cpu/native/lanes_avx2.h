@@ -17,7 +17,7 @@ struct I {
   __m256i a, b;
 };
 #define UNROLLED
-constexpr size_t ROWS = 4, PLAIN_ROWS = 3;  // of a tile with codes and with floats; as many as registers hold
+constexpr size_t ROWS = 4, PLAIN_ROWS = 3;  // per tile with codes, with floats: all that registers hold
 constexpr size_t QUERIES = 3, MIXED = 3, WIDE = 2;  // queries scored and mixed in one pass, vectors of values per pass
 
 inline __m256i first(size_t n, int from) {

@@ -13,7 +13,7 @@ namespace {
 using F = __m512;
 using I = __m512i;
 #define UNROLLED
-constexpr size_t ROWS = 8, PLAIN_ROWS = 8;  // of a tile with codes and with floats; as many as registers hold
+constexpr size_t ROWS = 8, PLAIN_ROWS = 8;  // per tile with codes, with floats: all that registers hold
 constexpr size_t QUERIES = 8, MIXED = 4, WIDE = 4;  // queries scored and mixed in one pass, vectors of values per pass
 
 inline __mmask16 first(size_t n) { return __mmask16((1u << n) - 1); }

@@ -17,7 +17,7 @@ struct F {
 struct I {
   int32_t v[16];
 };
-constexpr size_t ROWS = 2, PLAIN_ROWS = 4;  // of a tile with codes and with floats; as many as registers hold
+constexpr size_t ROWS = 2, PLAIN_ROWS = 4;  // per tile with codes, with floats: all that registers hold
 constexpr size_t QUERIES = 4, MIXED = 4, WIDE = 1;  // queries scored and mixed in one pass, vectors of values per pass
 
 template <class V, class Lane>

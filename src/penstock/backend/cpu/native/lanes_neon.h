@@ -17,7 +17,7 @@ struct I {
   int32x4_t v[4];
 };
 #define UNROLLED
-constexpr size_t ROWS = 3, PLAIN_ROWS = 2;  // of a tile with codes and with floats; as many as registers hold
+constexpr size_t ROWS = 3, PLAIN_ROWS = 2;  // per tile with codes, with floats: all that registers hold
 constexpr size_t QUERIES = 2, MIXED = 4, WIDE = 1;  // queries scored and mixed in one pass, vectors of values per pass
 
 template <class V, class Quarter>

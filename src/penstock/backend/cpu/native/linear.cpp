@@ -6,7 +6,7 @@ namespace penstock {
 
 namespace {
 
-constexpr size_t CHUNK_BYTES = 32768;  // of weights: long enough to be worth taking, short enough to share out
+constexpr size_t CHUNK_BYTES = 32768;  // weights: long enough to be worth taking, short enough to share out
 constexpr size_t CHUNKS_PER_WORKER = 16;
 constexpr size_t TILE_PANELS = 2;  // what kernels like to take at once
 

@@ -14,10 +14,10 @@ struct Mamba2Shape {
   size_t conv_width;
 
   size_t inner() const { return heads * head_dim; }
-  size_t width() const { return inner() + 2 * groups * state_dim; }  // of what is convolved: x, B and C
+  size_t width() const { return inner() + 2 * groups * state_dim; }  // the convolution's input: x, B and C
   size_t in_width() const { return inner() + width() + heads; }      // z, x, B, C and dt
   size_t memory_floats() const { return state_dim * head_dim; }
-  // A state: the memory of each head [state_dim][head_dim], then what was convolved last [conv_width - 1][width].
+  // A state: the memory of each head [state_dim][head_dim], then the last inputs [conv_width - 1][width].
   size_t state_floats() const { return heads * memory_floats() + conv().kept_floats(); }
   ConvShape conv() const { return {layer, width(), conv_width, heads * memory_floats(), inner()}; }
   size_t scratch_floats() const;  // what one worker needs

@@ -9,7 +9,7 @@ namespace penstock {
 // A file that is nowhere but in memory. Processes map it one after the other: what one has written, the next one finds.
 struct MemoryFile {
   int descriptor;
-  size_t end;  // of what was taken so far
+  size_t end;  // bytes taken so far
 };
 
 class Memory {
@@ -37,7 +37,7 @@ class Memory {
  private:
   void* data_ = nullptr;
   size_t bytes_ = 0;
-  bool shared_ = false;  // with a file
+  bool shared_ = false;  // mapped from a file
 };
 
 }  // namespace penstock

@@ -50,7 +50,7 @@ Vectors copied_vectors(const VectorArrays& arrays) {
   return vectors;
 }
 
-// Lets other threads run Python meanwhile. A thread that comes back while the interpreter ends waits for the end of the
+// Releases the interpreter's lock. A thread that comes back while the interpreter ends waits for the end of the
 // process: Python would end the thread by unwinding its stack. No destructor lets that through: the process would abort.
 class WithoutGil {
  public:
@@ -238,7 +238,7 @@ uint32_t crc32_of(nb::handle data, uint32_t start) {
   return crc32(view.bytes(), start);
 }
 
-// Returns so many bytes, which `fill` writes.
+// Returns bytes that `fill` writes.
 template <class Fill>
 nb::bytes filled_bytes(size_t size, Fill fill) {
   auto data = nb::steal<nb::bytes>(PyBytes_FromStringAndSize(nullptr, Py_ssize_t(size)));

@@ -12,7 +12,7 @@ namespace penstock {
 
 namespace {
 
-constexpr size_t PIECES_IN_TURN = 16;  // that a thread takes: two threads seldom touch the same huge page first
+constexpr size_t PIECES_IN_TURN = 16;  // per thread: two threads seldom touch the same huge page first
 
 struct Piece {
   std::byte* data;
@@ -44,7 +44,7 @@ std::vector<Piece> pieces_of(const std::vector<Weight*>& weights, uint64_t offse
 }  // namespace
 
 uint64_t checksum(std::span<const std::byte> bytes) {
-  uint64_t a = 1, b = 2, c = 3, d = 4;  // side by side: one alone would wait for its own products
+  uint64_t a = 1, b = 2, c = 3, d = 4;  // in parallel: a single one would wait for its own products
   const auto take = [&](const std::byte* four) {
     uint64_t words[4];
     std::memcpy(words, four, sizeof words);

@@ -10,9 +10,9 @@
 
 namespace penstock {
 
-constexpr size_t PIECE_BYTES = size_t(1) << 18;  // of a weight, read at once and still in a core's cache when summed
+constexpr size_t PIECE_BYTES = size_t(1) << 18;  // read at once, and still in a core's cache when summed
 
-// 64 bits that differ if any one word of the bytes does. It is no defence against forgery.
+// 64 bits that differ if any one word of the bytes does. It does not protect against forgery.
 uint64_t checksum(std::span<const std::byte> bytes);
 
 // Fills the weights, which lie in the file one after the other from `offset` on. Returns false, with all of them

@@ -1,6 +1,6 @@
 // A persistent thread pool that runs a job of many phases without a barrier between them.
 //
-// A phase is cut into chunks, taken one by one from a shared cursor; whoever finishes the last chunk opens the next
+// A phase is cut into chunks, taken one by one from a shared cursor; the worker that finishes the last chunk opens the next
 // phase. A thread that is descheduled between two chunks therefore delays nobody. Threads without work spin briefly,
 // then give their core away; when there is no job they sleep.
 #pragma once

@@ -37,20 +37,20 @@ struct Step {
 inline constexpr int32_t LAST_SAMPLED = -1;
 
 struct Answers {
-  std::vector<int32_t> tokens;     // of each sampled position
-  std::vector<Logprob> logprobs;  // of those that asked for them
+  std::vector<int32_t> tokens;     // one per sampled position
+  std::vector<Logprob> logprobs;  // one per request for them
 };
 
 struct NormedRuns {
   std::vector<float> gain;
-  size_t width;  // of all runs with this gain; 0: the rest of the row
+  size_t width;  // all runs with this gain; 0: the rest of the row
 };
 
 using Gate = void (*)(const float* x, size_t hidden, float* out);
 
 class Program {
  public:
-  // A program beside another runs on its threads, one of them at a time, and shares its hidden states.
+  // A second program runs on the first one's threads, one program at a time, and shares its hidden states.
   Program(const std::string& isa, unsigned threads, const std::string& kv, const Program* beside = nullptr);
 
   // Building. Buffers are named by numbers. Widths and symbols are checked here, once.
@@ -96,7 +96,7 @@ class Program {
   // Multiplies each head with its own part of the weight.
   void per_head_linear(int x, std::shared_ptr<const Weight> weight, size_t heads, size_t passthrough, int out);
   void attend_mla(int q, int kv, std::optional<int> selected, const Attention& attention, int out);
-  // Writes the positions that attend_mla attends to; `shape` is that of the layer's KV.
+  // Writes the positions that attend_mla attends to; `shape` is the layer's KV.
   void select_positions(int q, int k, int weights, const Index& index, KvShape shape, int out);
   // Stores rows, at the positions of their tokens and so many further, where load_hidden finds them.
   void store_hidden(size_t number, int x, size_t ahead);
@@ -121,12 +121,12 @@ class Program {
   void import_states(Blocks states, std::span<const std::byte> data);
   void load_adapter(size_t slot, std::shared_ptr<const Adapter> adapter);
   void drop_adapter(size_t slot);
-  void choose_adapters(std::vector<int32_t> slots);  // of each row of the next step, -1: none
+  void choose_adapters(std::vector<int32_t> slots);  // one per row of the next step, -1: none
   void run(const Step& step, std::span<float> out);  // runs one step; `out` is [rows of the answer][its width]
   Answers sample(const Step& step, const Draws& draws, const std::vector<Edit>& edits);  // runs a step, samples tokens
 
   void read_answers(Ints rows, std::span<float> out);  // copies rows of the answer that the last `sample` computed
-  void read_kept(size_t first, std::span<float> out);  // copies rows of the last step, as many as `out` has room for
+  void read_kept(size_t first, std::span<float> out);  // fills `out` with rows of the last step
 
   const std::shared_ptr<HiddenRows>& hidden() const { return hidden_; }
   const std::string& isa() const { return isa_.name; }
@@ -142,12 +142,12 @@ class Program {
   const Buffer& at(int buffer, Symbol symbol, size_t width) const;
   // Adds a phase that calls `row` for each row of `out` and then prepares it.
   void each_row(int out, std::function<void(const Frame&, size_t row)> row);
-  // Adds a phase that calls `run` for each row of `out` and each of so many equal runs of it.
+  // Adds a phase that calls `run` for each row of `out` and each of its equal runs.
   void each_run(int out, size_t runs, std::function<void(const Frame&, size_t row, size_t run)> run);
   void prepare_rows(int buffer);
   void take_rows(int x, const Weight& weight);  // has the rows of x prepared as products with the weight want them
   Gate gate_of(const std::string& act) const;
-  Activation activation_of(const std::string& act) const;  // of values that are not gated
+  Activation activation_of(const std::string& act) const;  // without a gate
   void add_attention(const Attention& attention, int q, int keys, int out);
   bool in_blocks() const { return cache_.layers() || uses_hidden_; }  // something that steps compute
   void check_rows(const Step& step) const;
@@ -170,11 +170,11 @@ class Program {
 
   Isa isa_;
   std::shared_ptr<Pool> pool_;
-  std::shared_ptr<HiddenRows> hidden_;  // shared with the programs beside it
+  std::shared_ptr<HiddenRows> hidden_;  // shared with other programs
   Cache cache_;
   States states_;
   std::vector<StateMove> moves_;
-  std::vector<std::shared_ptr<const Adapter>> adapters_;  // by slot
+  std::vector<std::shared_ptr<const Adapter>> adapters_;  // index: slot
   std::vector<const Weight*> adaptable_;                  // weights that products have
   std::vector<int> wide_;  // buffers of gated products that adapters change
   int rotated_[2] = {-1, -1};  // buffers of rows that EXL3 weights multiply, by symbol
@@ -185,15 +185,15 @@ class Program {
   Frame frame_;
   Sampler sampler_;
   std::vector<int32_t> known_;         // the step's tokens
-  std::vector<int32_t> last_sampled_;  // by slot, as it is read
-  std::vector<int32_t> read_as_;       // by sampled token; empty: it is read as it is
+  std::vector<int32_t> last_sampled_;  // index: slot; as it is read
+  std::vector<int32_t> read_as_;       // index: sampled token; empty: unchanged
   std::mutex running_;
   int answer_ = -1, kept_ = -1;
   size_t vocab_ = 0;      // rows of the smallest embedding table
   size_t positions_ = 0;  // rows of the smallest table of positions
-  std::vector<size_t> windows_;        // of each layer that attends; 0: sees everything before
+  std::vector<size_t> windows_;        // one per attention layer; 0: sees everything before
   std::vector<size_t> group_windows_;  // the longest of each group's layers; 0: one sees everything
-  bool causal_ = true;  // for all attention
+  bool causal_ = true;  // all attention
   bool selects_ = false;  // positions, in some layer
   bool uses_hidden_ = false;
   size_t ahead_ = 0;  // how far behind its token a hidden state is stored

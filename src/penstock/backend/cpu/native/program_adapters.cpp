@@ -14,7 +14,7 @@ namespace {
 constexpr int32_t NO_ADAPTER = -1;
 constexpr size_t MAX_ADAPTERS = 1 << 16;
 
-// The phase, in steps where `runs` says so. In others it has nothing to do.
+// The phase, in steps with `runs`. In others it does nothing.
 Phase when(Phase phase, std::function<bool(const Frame&)> runs) {
   phase.chunks = [chunks = std::move(phase.chunks), runs = std::move(runs)](const Frame& frame) {
     return runs(frame) ? chunks(frame) : 0;

@@ -10,7 +10,7 @@ namespace penstock {
 
 namespace {
 
-constexpr float LEAST_SQUARE = 1e-5f;  // of a stream that is scaled
+constexpr float LEAST_SQUARE = 1e-5f;  // mean square of a scaled stream, at least
 
 }  // namespace
 

@@ -15,7 +15,7 @@ namespace penstock {
 
 namespace {
 
-constexpr float LARGEST = 65504;  // that float16 holds
+constexpr float LARGEST = 65504;  // float16's maximum
 
 std::span<const Coder> coders([[maybe_unused]] const std::string& isa) {
 #if defined(__x86_64__)

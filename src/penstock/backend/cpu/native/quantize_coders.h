@@ -32,7 +32,7 @@ inline Row inverse(const Row& values, float of = 1) {
 }
 
 inline Row nearest(const Row& values, float low, float high) {
-  constexpr float MAGIC = 0x1.8p23f;  // no fraction is left beside it
+  constexpr float MAGIC = 0x1.8p23f;  // its addition drops fractions
   return least(most((values + MAGIC) - MAGIC, all(low)), all(high));
 }
 
@@ -191,10 +191,10 @@ void refit(const Groups<32>& groups, Factors& factors, float top) {
 
 // ---- bytes ----
 
-using Codes = std::array<std::array<uint8_t, 32>, GROUPS>;  // of groups of 32
+using Codes = std::array<std::array<uint8_t, 32>, GROUPS>;  // groups of 32
 
 template <class Code>
-Codes codes_of(Code code) {  // of place j in every group
+Codes codes_of(Code code) {  // place j in every group
   Codes codes;
   for (size_t j = 0; j < 32; ++j) {
     const Row row = code(j);

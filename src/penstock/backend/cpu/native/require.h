@@ -1,4 +1,4 @@
-// What was asked for cannot be: said at once, and before anything is computed.
+// Refuses impossible requests at once, before anything is computed.
 #pragma once
 
 #include <stdexcept>

@@ -14,9 +14,9 @@ namespace {
 
 constexpr size_t PART = 8192;             // tokens of the vocabulary that are looked at in one chunk
 constexpr size_t GROUP = 64;              // tokens whose largest weight bounds the k-th largest of all
-constexpr float MASS_OF_ONE = 0x1p40f;    // of the most likely token: masses are integers, so sums have no order
+constexpr float MASS_OF_ONE = 0x1p40f;    // the most likely token's: masses are integers, so sums have no order
 constexpr float MARGIN = 0.99f;           // more than the rounding of a bound
-constexpr int32_t NO_TOKEN = -1;          // of a row whose highest logit is not finite: the weights of its tokens are not either
+constexpr int32_t NO_TOKEN = -1;          // the highest logit of a row is not finite, so neither are its weights
 constexpr float BANNED = -std::numeric_limits<float>::infinity();
 
 int64_t mass(float weight) { return int64_t(weight * MASS_OF_ONE); }

@@ -1,4 +1,4 @@
-// Choosing tokens from logits: the same tokens as backend/sample.py, which defines what is meant, without sorting.
+// Choosing tokens from logits: the same tokens as the definition, backend/sample.py, without sorting.
 #pragma once
 
 #include <cstdint>
@@ -71,10 +71,10 @@ class Sampler {
   void prepare(const Draws& draws, const std::vector<Edit>& edits, size_t rows, size_t vocab, unsigned workers);
   void rest() { rows_ = 0; }
 
-  std::vector<Phase> phases(int logits);  // to run after those that compute the logits
+  std::vector<Phase> phases(int logits);  // they run after the phases that compute the logits
 
   std::vector<int32_t> tokens() const { return {tokens_.begin(), tokens_.begin() + ptrdiff_t(rows_)}; }
-  std::vector<Logprob> logprobs() const;  // of the rows that asked for them
+  std::vector<Logprob> logprobs() const;  // one per row with logprobs
 
  private:
   bool draws(size_t row) const { return draws_.target[row] < 0 && draws_.temperature[row] > 0; }
@@ -103,8 +103,8 @@ class Sampler {
   std::vector<int64_t> mass_;              // [row][part]
   std::vector<int32_t> tokens_;            // [row]
   std::vector<Logprob> logprobs_;          // [row]
-  std::vector<std::vector<Candidate>> candidates_;  // of each worker
-  std::vector<std::vector<float>> weights_;         // of each worker
+  std::vector<std::vector<Candidate>> candidates_;  // index: worker
+  std::vector<std::vector<float>> weights_;         // index: worker
 };
 
 }  // namespace penstock

@@ -10,7 +10,7 @@ namespace penstock {
 struct ScanShape {
   size_t layer, width, state_size;
 
-  size_t groups() const;  // of neighbouring channels, which one worker computes together
+  size_t groups() const;  // neighbouring channels that one worker computes together
   // A state: the numbers of each group of channels, [state_size][channels of the group].
   size_t state_floats() const { return width * state_size; }
 };

@@ -9,7 +9,7 @@ namespace penstock {
 namespace {
 
 constexpr size_t STORE_TOKENS = 8;     // per chunk
-constexpr size_t SHARED_TOKENS = 64;   // steps of up to so many tokens have their contexts divided among workers
+constexpr size_t SHARED_TOKENS = 64;   // in steps of at most this many tokens, workers share contexts
 constexpr size_t PIECE = 8 * SPAN;    // places of a context for one worker
 constexpr size_t AHEAD = 2 * TILE;     // places whose keys are prefetched while others are scored
 
@@ -53,7 +53,7 @@ class TokenScores {
     constexpr float LOWEST = -std::numeric_limits<float>::infinity();
     for (size_t position = 0; position < count; ++position) {
       const float score = scores[frame_.cache.place(position)];
-      scores[position] = score == score ? score : LOWEST;  // what is no number has no order
+      scores[position] = score == score ? score : LOWEST;  // NaN has no order
     }
     std::iota(candidates, candidates + count, 0);
     int32_t* end = candidates + index_.top_k;

@@ -36,7 +36,7 @@ class States {
 
   size_t layers() const { return floats_.size(); }
   size_t count() const { return count_; }
-  size_t bytes() const;  // of one state
+  size_t bytes() const;  // per state
   std::string layout() const;
   bool same_layers(const States& other) const { return floats_ == other.floats_; }
   float* at(size_t layer, int64_t state) const { return base_[layer] + size_t(state) * floats_[layer]; }
@@ -45,7 +45,7 @@ class States {
   void check(std::span<const int64_t> states, size_t size) const;
 
   std::vector<size_t> floats_;
-  std::vector<float*> base_;  // of each layer
+  std::vector<float*> base_;  // index: layer
   size_t count_ = 0;
   Memory memory_;
 };

@@ -24,7 +24,7 @@ class SuffixAutomaton {
   void extend(std::span<const int32_t> tokens);
 
   // What followed the latest known earlier occurrence of the longest suffix that has one. If that runs into the end of
-  // the text, it goes on periodically. A negative token ends it.
+  // the text, it continues periodically. A negative token ends it.
   Continuation continuation(size_t most) const;
 
   size_t size() const { return text_.size(); }
@@ -35,7 +35,7 @@ class SuffixAutomaton {
   static constexpr int32_t NONE = -1;
 
   struct State {
-    int32_t length, link, end;  // of its longest string: its tokens, the state of its next shorter suffix, where it ended
+    int32_t length, link, end;  // its longest string: tokens, state of its next shorter suffix, end
     int32_t token, target;      // the first transition; most states have no other
     int32_t more;               // the last of the other transitions
     bool repeated;              // it is known to have occurred more than once

@@ -7,12 +7,12 @@
 
 namespace penstock {
 
-constexpr size_t HUGE_BYTES = size_t(2) << 20;  // of a huge page
+constexpr size_t HUGE_BYTES = size_t(2) << 20;  // a huge page
 
 // Zeroed pages that cost nothing until they are touched. All of these throw std::bad_alloc.
 void* map_pages(size_t bytes);
 void* map_huge_pages(size_t bytes);  // huge ones where the system has them; `bytes` is a multiple of HUGE_BYTES
-void* map_shared(int file, uint64_t start, size_t bytes);  // of a file, which grows if it is shorter; whole huge pages
+void* map_shared(int file, uint64_t start, size_t bytes);  // maps a file, which grows if it is shorter; whole huge pages
 void unmap_pages(void* data, size_t bytes);
 void unmap_shared(void* data, size_t bytes);
 

@@ -3,7 +3,7 @@
 // A panel of 16 rows is a tile for every 16 columns. A tile of K bits for each number is a ring of 256 * K bits, whose
 // 256 numbers fill 16 vectors of 16 lanes: lane l of vector t has number 16 * l + t. The bits of a lane are K words of
 // 16 bits, and words of all lanes lie side by side: [K][16]. The 16 bits that end with a number's own are its state, of
-// which a code book makes the number. model/formats/exl3.py says where in a tile each number stands.
+// which a code book makes the number. model/formats/exl3.py defines the place of each number in a tile.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +14,8 @@
 
 namespace penstock {
 
-inline constexpr size_t TRELLIS_BITS = 8;      // of a number at most
-inline constexpr size_t HADAMARD_VALUES = 128;  // that a Hadamard matrix takes
+inline constexpr size_t TRELLIS_BITS = 8;      // most bits of a number
+inline constexpr size_t HADAMARD_VALUES = 128;  // rows of a Hadamard matrix
 
 enum class CodeBook : uint8_t { PLAIN, MCG, MUL1 };
 inline constexpr size_t CODE_BOOKS = 3;
@@ -47,7 +47,7 @@ struct TrellisKernels {
   void (*rotate_outputs)(const float* factors, const float* bias, size_t width, float* y);  // bias: or null
 };
 
-// What a part of a weight has beside its panels.
+// The data of a part of a weight in addition to its panels.
 struct Trellis {
   CodeBook code_book;
   TrellisSteps steps;

@@ -145,13 +145,13 @@ struct QuantizedRow {
   }
 };
 
-// ---- what is known of each format ----
+// ---- properties of formats ----
 
 struct Packing {
   const char* name;
-  size_t values, bytes;  // of a storage block in a checkpoint
+  size_t values, bytes;  // per storage block in a checkpoint
   size_t packed;         // bytes of 16 packed ones
-  size_t alignment;      // of panels, in bytes
+  size_t alignment;      // panels, in bytes
   const int8_t* table;
   float factor;
   Grouping grouping;

@@ -23,7 +23,7 @@ inline constexpr Format TRELLIS = Format(FORMATS);  // no format of a PanelProdu
 struct Part {
   Format format;
   size_t rows;
-  size_t column;  // where its rows stand among those of the weight
+  size_t column;  // its first row within the weight
   size_t panels;
   size_t panel_bytes;
   std::byte* data;
@@ -84,7 +84,7 @@ class Weight {
 // Throws for an EXL3 weight, which only plain products take.
 void require_panels(const Weight& weight);
 
-double packed_bits(const std::string& format);  // that a value takes, its share of scales included
+double packed_bits(const std::string& format);  // per value, including scales
 
 // A whole part as it lies in a checkpoint.
 struct Source {

@@ -1,5 +1,5 @@
-"""Causal convolutions over time: each channel sees the last inputs of its own sequence, those of earlier steps in the
-state of the row."""
+"""Causal convolutions over time: each channel sees the last inputs of its own sequence; the row's state has those
+from earlier steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.backend.cuda.kernels.silu_and_mul import silu
 # chunks
 ROW_FIELDS = 8
 CHUNK_FIELDS = 2  # first token, tokens
-CHANNELS = 256  # of one program
+CHANNELS = 256  # per program
 
 
 class StateRows(NamedTuple):
@@ -42,7 +42,7 @@ class ConvSizes(NamedTuple):
     def of(
         cls, conv_width: int, width: int, stride: int, offset: int, column: int = 0, gated: bool = False
     ) -> ConvSizes:
-        """Returns the constants of a convolution that sees so many positions."""
+        """Returns the constants of a convolution over `taps` positions."""
         return cls(conv_width, triton.next_power_of_2(conv_width), width, stride, column, offset, gated)
 
 

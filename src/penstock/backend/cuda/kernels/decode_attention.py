@@ -49,21 +49,21 @@ from penstock.backend.cuda.kernels.rope import rotation_of
 __all__ = ["AttentionOptions", "Rotation", "SharedPlaces", "SplitKV", "decode_attention", "sink_of"]
 
 KV8 = 2, 2  # warps, groups of 16 positions for each at a time: over 8 bits
-KV8_RUN = 4, 1  # the same with twice as many queries, which take the registers of a group
-FEWEST_QUERIES = 16  # that tensor cores take
+KV8_RUN = 4, 1  # the same with twice the queries, which take a group's registers
+FEWEST_QUERIES = 16  # minimum of tensor cores
 MOST_JOINED = 16  # splits that a program joins at a time
 JOINED = 128  # values of splits that a thread joins at a time: with more it spills registers
 
 
 class AttentionOptions(NamedTuple):
-    """Says what a layer's attention does besides the plain softmax."""
+    """Lists the options of a layer's attention beyond the plain softmax."""
 
     window: int = 0  # 0: all positions are seen
     capped: bool = False  # scores have a soft cap
     sinks: bool = False  # each head has a logit that takes part in the softmax and gives nothing
     causal: bool = True
     q_gain: bool = False  # rotated queries are multiplied by a vector as wide as a head
-    chunk: int = 0  # above 0: nothing is seen before the chunk of so many positions that a token is in
+    chunk: int = 0  # above 0: a token sees only its own chunk of this many positions
     temperature: float = 0.0  # see `temperature_of`
     temperature_span: int = 1
 
@@ -83,7 +83,7 @@ class SharedPlaces(NamedTuple):
 
     places: Any  # [T, 4] see `shared_places`
     base: int  # lines of SplitKV before the first of them
-    tile_tokens: int  # for which each of their splits has lines
+    tile_tokens: int  # lines of each split
 
 
 class DecodeConfig(NamedTuple):
@@ -112,13 +112,13 @@ def with_gain(q, q_gain, d, DIMS: tl.constexpr):
 
 @triton.jit
 def temperature_of(length, OPTIONS: tl.constexpr):
-    """Returns what scores of queries are multiplied by that see `length` positions, themselves included."""
+    """Returns the temperature of queries that see `length` positions, including their own."""
     return 1.0 + OPTIONS.temperature * tl.log((length // OPTIONS.temperature_span + 1).to(tl.float32))
 
 
 @triton.jit
 def sink_of(sinks, head, there, highest):
-    """Returns what a head's sink adds to the sum of weights: once, after everything else, however that was split."""
+    """Returns the weight of a head's sink, which is added once, after all splits."""
     return tl.exp2(tl.load(sinks + head, there, 0.0) * 1.4426950408889634 - highest)
 
 
@@ -149,7 +149,7 @@ def store_newest(source, kv, place_at, kv_head, d, rotation, SHAPE: tl.constexpr
 
 @triton.jit
 def attend_split(q, kv, table, kv_head, begin, end, lengths, scale, cap, CONFIG: tl.constexpr):
-    """Returns what queries find from `begin` to `end`: the highest score, the sum of weights, and the mix of values. Of
+    """Attends from `begin` to `end`; returns the highest score, the sum of weights, and the mix of values. Of
     a run, each query sees what the newest of its `lengths` positions does."""
     SHAPE: tl.constexpr = CONFIG.shape
     OPTIONS: tl.constexpr = CONFIG.options
@@ -190,7 +190,7 @@ def attend_split(q, kv, table, kv_head, begin, end, lengths, scale, cap, CONFIG:
 
 @triton.jit
 def attend_by_kind(q, kv, table, kv_head, begin, end, lengths, scale, cap, CONFIG: tl.constexpr):
-    """Returns what queries find from `begin` to `end`, as `attend_split` does, by the way that the cache's type has."""
+    """Attends from `begin` to `end` as `attend_split` does, with the kernel for the cache's type."""
     if CONFIG.groups:
         return attend_kv8(q, kv, table, kv_head, begin, end, lengths, scale, CONFIG)
     else:
@@ -209,7 +209,7 @@ def load_run(splits, split, length, query, CONFIG: tl.constexpr):
 
 @triton.jit
 def with_shared(softmax, shared, token, chosen, head, d, there, split_kv, CONFIG: tl.constexpr):
-    """Takes what was found in a shared prefix into the running softmax of a token, if this split is `chosen` for it."""
+    """Merges the result for a shared prefix into the running softmax of a token, if this split is `chosen` for it."""
     highest, total, mix = softmax
     places, base = shared
     SHAPE: tl.constexpr = CONFIG.shape
@@ -253,7 +253,7 @@ def _decode_attention(
     if OPTIONS.temperature > 0:
         scale *= temperature_of(lengths, OPTIONS)  # [QUERIES] of a run
 
-    kept = tl.arange(0, SHAPE.block_d)  # the dimensions of what is found
+    kept = tl.arange(0, SHAPE.block_d)  # the dimensions of the result
     d = kept
     if CONFIG.groups:
         d, kept = key_order(d), value_order(d, DIMS)

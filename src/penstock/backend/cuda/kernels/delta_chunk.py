@@ -1,4 +1,4 @@
-"""The gated delta rule in chunks: what a prompt's tokens change in a state is computed with matrix products.
+"""The gated delta rule in chunks: a prompt's changes to a state are computed with matrix products.
 
 A token changes a state S by k u, where u = beta * (v - k g S) and g is its gate. Within a chunk, each u depends on
 those before it by way of the products of keys, so the chunk's u solve a triangular system:
@@ -11,7 +11,7 @@ each state through its chunks, and moves it on once for each: S = decayed S + de
 sums of logarithms, from a token to a later one, so that none is above 1. The system is inverted by elimination, column
 by column: powers of A would cancel each other where keys are alike.
 
-Products are those of tensor cores with TF32 in three parts (3xTF32), which is about as exact as float32; states stay in
+Products run on tensor cores with TF32 in three parts (3xTF32), which is about as exact as float32; states stay in
 float32. A row is divided where its positions are multiples of CHUNK, and where a state is saved, so that most chunks
 are the same however a prompt is divided into steps. Results still differ from those token by token in their last bits.
 """
@@ -28,7 +28,7 @@ from penstock.backend.cuda.kernels.delta_rule import Gates, HeadSizes, key_head_
 from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.model.recurrence import CHUNK, MAX_CHUNKED_KEYS
 
-COLUMNS = 16  # of a state, in one program: more of them spill registers
+COLUMNS = 16  # state columns per program: more spill registers
 TF32 = tl.constexpr("tf32x3")
 
 

@@ -1,4 +1,4 @@
-"""Gated delta nets: a short convolution, the delta rule, and a gated norm of what it reads.
+"""Gated delta nets: a short convolution, the delta rule, and a gated norm of its output.
 
 What does not depend on the token before is computed for all tokens at once, ahead of the delta rule: the convolution,
 and the length of keys and queries. Rows of a few tokens then pass through their states token by token (delta_rule.py),
@@ -73,7 +73,7 @@ def _short_conv(
 def _gated_norm(
     raw, z, gain, out, eps, stride, V_DIM: tl.constexpr, SIGMOID: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Norms each head of what was read from states, and gates it by silu(z) or sigmoid(z)."""
+    """Norms each head of the delta rule's output, and gates it by silu(z) or sigmoid(z)."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -100,7 +100,7 @@ def _sigmoid_mul(x, gate, out, width, ONE: tl.constexpr, BLOCK: tl.constexpr, PD
 
 
 class DeltaScratch(NamedTuple):
-    """Holds what the kernels of one step leave for each other, in float32."""
+    """Holds intermediate results of one step's kernels, in float32."""
 
     mixed: Any  # [T, q + k + v] convolved
     raw: Any  # [T, v] read from states

@@ -16,7 +16,7 @@ from penstock.backend.cuda.kernels.causal_conv import ROW_FIELDS, StateRows
 from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.model.recurrence import DeltaSpec
 
-COLUMNS = 16  # of a state, in one program
+COLUMNS = 16  # state columns per program
 
 
 class HeadSizes(NamedTuple):
@@ -34,13 +34,12 @@ class HeadSizes(NamedTuple):
 
     @classmethod
     def of(cls, spec: DeltaSpec) -> HeadSizes:
-        """Returns the constants of a delta net."""
         heads, padded_taps = (spec.k_heads, spec.v_heads), triton.next_power_of_2(spec.conv_width)
         return cls(*heads, spec.k_dim, spec.v_dim, spec.conv_width, padded_taps, spec.tiled, spec.channel_decay)
 
 
 class Gates(NamedTuple):
-    """Holds what decides how much states take in of each token, and how fast they decay."""
+    """Holds the gates of states: the share of each token, and the decay."""
 
     beta: Any  # [T, v_heads or more]
     alpha: Any  # [T, v_heads], or [T, v_heads * k_dim] with channels
@@ -55,7 +54,6 @@ class Gates(NamedTuple):
 
 @triton.jit
 def key_head_of(head, SIZES: tl.constexpr):
-    """Returns the head whose keys and queries a value head has."""
     return head % SIZES.k_heads if SIZES.tiled else head // (SIZES.v_heads // SIZES.k_heads)
 
 
@@ -107,7 +105,7 @@ def _delta_rule(
         place = head * K_DIM * V_DIM + i[:, None] * V_DIM + column[None, :]
         state = tl.load(states + begin * state_stride + place, inside & (begin >= 0), 0.0)
         rate = tl.load(log_decay + head)
-        gate = head * K_DIM + tl.minimum(i, K_DIM - 1) if SIZES.channels else head  # of each row, or of all
+        gate = head * K_DIM + tl.minimum(i, K_DIM - 1) if SIZES.channels else head  # of each channel, or one
         delay = tl.load(dt + gate)
         queries = mixed + first * WIDTH + key_head * K_DIM + i
         values = mixed + first * WIDTH + 2 * K_HEADS * K_DIM + head * V_DIM + column

@@ -1,4 +1,4 @@
-"""Copies contexts from a KV cache of 8 bits to one of 16, for a kernel that reads 16 bits alone (kv_expansion.py)."""
+"""Copies contexts from a KV cache of 8 bits to one of 16, for a kernel that reads only 16 bits (kv_expansion.py)."""
 
 from __future__ import annotations
 

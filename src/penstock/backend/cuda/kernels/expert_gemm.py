@@ -33,11 +33,11 @@ from penstock.backend.cuda.kernels.quant_gemm_small import (
 )
 from penstock.backend.cuda.pack_quantized import QuantizedWeight
 
-BLOCK_SCALED = GemvTiling(16, COLUMNS, 4)  # for scales of every 128 columns, which are then the width
+BLOCK_SCALED = GemvTiling(16, COLUMNS, 4)  # its width is the 128 columns of a scale
 ROW_SCALES, BLOCK_SCALES = tl.constexpr(1), tl.constexpr(2)  # what scales there are: their number of dimensions
 SCALED_COLUMNS = tl.constexpr(COLUMNS)
-WARPS, STEPS, TILES = 4, 2, 1  # of a quantized one: see quant_gemm_small.py
-QUANT_TILES, QUANT_STAGES = 4, 3  # of a quantized one, for a block of pairs
+WARPS, STEPS, TILES = 4, 2, 1  # quantized matrices: see quant_gemm_small.py
+QUANT_TILES, QUANT_STAGES = 4, 3  # quantized matrices, blocks of pairs
 
 
 class ExpertRows(NamedTuple):
@@ -53,8 +53,8 @@ class ScaledMatrix(NamedTuple):
     """Holds the matrices of all experts as kernels take them."""
 
     data: Any  # [lines, width]
-    scales: Any  # of FP8: [lines] or [width / 128, lines]
-    lines: int  # of all experts
+    scales: Any  # FP8: [lines] or [width / 128, lines]
+    lines: int  # rows of all experts
 
 
 def scaled_matrix(weight: Any, scales: Any | None) -> ScaledMatrix:
@@ -290,14 +290,14 @@ def _expert_gemm(
 class BlockTiling(NamedTuple):
     """Says how a block of pairs is multiplied with a matrix of plain values or FP8."""
 
-    rows: int  # of the matrix, in one program
+    rows: int  # per program
     width: int  # columns at a time
     warps: int
     stages: int
 
 
 def block_tiling(device: DeviceProperties, size: int, itemsize: int) -> BlockTiling:
-    """Returns the tiling for blocks of `size` pairs. Its width is at most that of a scale for columns."""
+    """Returns the tiling for blocks of `size` pairs. It is at most as wide as a scale's columns."""
     rows, width = 64 if size <= 32 else 128, 256 // itemsize // (2 if size >= 64 else 1)
     stages = device.stages_that_fit(4 if itemsize == 2 else 2, (rows + size) * width * itemsize)
     return BlockTiling(rows, width, 4 if size <= 64 else 8, stages)

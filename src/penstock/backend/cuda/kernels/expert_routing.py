@@ -33,7 +33,6 @@ class Routing(NamedTuple):
 
 @triton.jit
 def best_groups(merits, expert, ROUTING: tl.constexpr):
-    """Returns whether each expert belongs to one of the best groups."""
     GROUPS: tl.constexpr = ROUTING.groups
     CHOSEN: tl.constexpr = ROUTING.chosen_groups
     SIZE: tl.constexpr = ROUTING.experts // ROUTING.groups

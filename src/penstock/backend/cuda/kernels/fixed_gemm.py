@@ -1,6 +1,6 @@
-"""GEMM of plain values in tiles of one size, whatever the number of rows: a row's sums are the same in every step.
+"""GEMM of plain values in tiles of one size for any number of rows: a row's sums are the same in every step.
 
-Columns are split over programs as split_k.py says, by the shape of the matrix alone. Where each head has a matrix of
+Columns are split over programs as in split_k.py, only by the shape of the matrix. Where each head has a matrix of
 its own, they are not split.
 """
 
@@ -19,7 +19,7 @@ from penstock.backend.cuda.kernels.split_k import SplitKScratch, joined, store_t
 class Tiling(NamedTuple):
     """Says how a product is tiled: each program takes `rows` rows of the matrix and `items` rows of x."""
 
-    rows: int  # of the matrix, in one program
+    rows: int  # per program
     items: int  # rows of x
     width: int  # columns at a time
     split: int  # programs that share the columns

@@ -1,4 +1,4 @@
-"""GEMM with FP8 (e4m3) matrices: the values of a row share a scale, and so do those of a row of activations.
+"""GEMM with FP8 (e4m3) matrices: each row of values, and each row of activations, has one scale.
 
 Up to 16 rows are multiplied in bfloat16 as they are, at the speed the matrix can be read: lane 4 * g + t of a warp has
 16 values that lie together, in rows g and g + 8, and the rows' values in the same order. The exponent of FP8 moves
@@ -55,7 +55,6 @@ def fp8_room(rows: int) -> int:
 
 
 def empty_fp8(rows: int, width: int, device: Any) -> Fp8Weight:
-    """Returns a weight in memory for whole tiles."""
     values = torch.empty((fp8_room(rows), width), dtype=torch.float8_e4m3fn, device=device)
     return Fp8Weight(values[:rows], torch.empty(fp8_room(rows), device=device)[:rows])
 
@@ -165,8 +164,9 @@ def fp8_gemm_small(
 
 
 def cublas_fp8_gemm(codes: Any, scales: Any, weight: Fp8Weight, bias: Any | None, out: Any) -> None:
-    """Computes out [T, rows] in bfloat16 with cuBLAS, from rows that are quantized already. The tensor cores' own sums
-    are exact enough beside the codes' rounding, and a tenth faster than sums that leave them every 128 columns."""
+    """Computes out [T, rows] in bfloat16 with cuBLAS, from rows that are quantized already. Compared with the codes'
+    rounding, the tensor cores' own sums are exact enough, and a tenth faster than sums that leave them every 128
+    columns."""
     torch._scaled_mm(
         codes,
         weight.values.t(),

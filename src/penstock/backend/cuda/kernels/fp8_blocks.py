@@ -20,7 +20,7 @@ from penstock.backend.cuda.kernels.interpreter import dot
 from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.backend.cuda.kernels.split_k import SplitKScratch, joined, store_tile
 
-COLUMNS = 128  # that share a scale
+COLUMNS = 128  # per scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Fp8BlockWeight(Fp8Weight):
 class Tiling(NamedTuple):
     """Says how a product is tiled: each program takes `rows` rows of the matrix and `items` rows of x."""
 
-    rows: int  # of the matrix, in one program
+    rows: int  # per program
     items: int  # rows of x
     split: int  # programs that share the columns
     warps: int

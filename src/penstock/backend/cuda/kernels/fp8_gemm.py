@@ -1,6 +1,6 @@
 """Multiplies some tens of rows of FP8 with a matrix of FP8, on the tensor cores.
 
-cuBLAS is slow for few rows when every row has a scale. Columns are split over programs as split_k.py says.
+cuBLAS is slow for few rows when every row has a scale. Columns are split over programs as in split_k.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ class Fp8Operand(NamedTuple):
 
 
 def matrix_of(weight: Fp8Weight) -> Fp8Operand:
-    """Returns a weight's arrays and sizes."""
     return Fp8Operand(weight.values, weight.scales, weight.rows, weight.width)
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Epilogue(NamedTuple):
-    """Says what a product does with its sums before it stores them."""
+    """Describes the last operations of a product before it stores its sums."""
 
     gated: bool = False  # stores silu of the first half of the rows times the second
     bias: bool = False

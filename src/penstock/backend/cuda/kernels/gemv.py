@@ -15,7 +15,7 @@ from penstock.backend.cuda.kernels.silu_and_mul import silu
 class Tiling(NamedTuple):
     """Says how a product is tiled: each program takes `rows` rows of the matrix."""
 
-    rows: int  # of the matrix, in one program
+    rows: int  # per program
     width: int  # columns at a time
     warps: int
 

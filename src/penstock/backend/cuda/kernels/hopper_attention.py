@@ -28,7 +28,7 @@ QUERIES = gl.constexpr(64)  # pairs of token and head that a warpgroup attends w
 COLUMNS = gl.constexpr(64)  # 16-bit values in a row of a copy: 128 bytes, which the swizzle takes at most
 BLOCK_SIZE = 16  # positions in a block of the cache
 WARPS = 4  # in a warpgroup
-REGISTERS = gl.constexpr((240, 24))  # of each thread that attends, and of one that copies
+REGISTERS = gl.constexpr((240, 24))  # per attending thread, per copying thread
 RESIDENT = gl.constexpr(24 << 20)  # bytes of keys and values that programs read together: they stay in the L2 cache
 
 
@@ -56,7 +56,7 @@ class TileSpan(NamedTuple):
     kv_head: Any
     token: Any  # its first
     first: Any  # position of it
-    count: Any  # of tokens
+    count: Any  # tokens
     begin: Any  # first tile of positions
     head: Any  # the first tile that lies within the windows of all queries
     whole: Any  # the first tile that is not wholly before all queries
@@ -139,7 +139,7 @@ def await_turn(WHICH: gl.constexpr):
 
 @gluon.jit
 def give_turn(WHICH: gl.constexpr):
-    """Lets the other warpgroup start its products."""
+    """Signals the other warpgroup to start its products."""
     if WHICH == 0:
         gl.inline_asm_elementwise("bar.arrive 15, 256; mov.u32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
     else:
@@ -159,7 +159,6 @@ def packed_pairs(weight, KIND: gl.constexpr):
 
 @gluon.jit
 def unpacked_pairs(weight, KIND: gl.constexpr, DIMS: gl.constexpr):
-    """Returns the weights of pairs as the product with values takes them."""
     MIX: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DIMS, 16])
     kinds: gl.constexpr = (gl.int16, gl.int16)
     low, high = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [weight], kinds, True, 1)
@@ -318,14 +317,12 @@ def _consume(qkv, out, sinks, span, buffers, scale, cap, WHICH: gl.constexpr, CO
 
 @gluon.jit
 def _first_half(qkv, out, sinks, span, buffers, scale, cap, CONFIG: gl.constexpr):
-    """Attends with the first half of a tile, if there is a tile."""
     if span.count > 0:
         _consume(qkv, out, sinks, span, buffers, scale, cap, 0, CONFIG)
 
 
 @gluon.jit
 def _second_half(qkv, out, sinks, span, buffers, scale, cap, CONFIG: gl.constexpr):
-    """Attends with the second half of a tile, if there is a tile."""
     if span.count > 0:
         _consume(qkv, out, sinks, span, buffers, scale, cap, 1, CONFIG)
 
@@ -347,10 +344,9 @@ def _task_of(header, count, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _span_of(kv_head, at, CONFIG: gl.constexpr):
-    """Returns the span of the tile that is described at an address."""
     TILE: gl.constexpr = CONFIG.tile
     token, first, count = gl.load(at), gl.load(at + 2), gl.load(at + 3)
-    count = gl.where(token < 0, 0, count)  # there is no tile
+    count = gl.where(token < 0, 0, count)  # padding
     end = first + count
     begin = end * 0
     head = begin
@@ -364,7 +360,7 @@ def _span_of(kv_head, at, CONFIG: gl.constexpr):
 
 @gluon.jit
 def make_barriers(STAGES: gl.constexpr):
-    """Returns what says when keys and values of each stage are filled, by one copy, and free, by both warpgroups."""
+    """Returns the barriers of each stage's keys and values: filled by one copy, freed by both warpgroups."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     keys_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     values_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)

@@ -30,7 +30,7 @@ class Tiling(NamedTuple):
     """Says how a product is tiled: programs take whole lines of tiles, or share one."""
 
     split: int  # programs that share a line of tiles
-    lines: int  # that a program takes, where it shares none
+    lines: int  # one program's, if none are shared
     stages: int
 
 
@@ -74,7 +74,7 @@ def _affine(total, line, item, rows, count, scales, item_scales, bias, SCALED: g
 
 @gluon.jit
 def _unscaled(total, top, rows, count, scales, item_scales):
-    """Returns what `_affine` turns into these sums by scales."""
+    """Returns the input that `_affine` turns into these sums."""
     LAYOUT: gl.constexpr = total.type.layout
     line = top + gl.arange(0, total.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
     item = gl.arange(0, total.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
@@ -107,7 +107,7 @@ def _multiply(
         across = items.index(slot).permute((1, 0))
         left = warpgroup_mma(left_tiles.index(slot), across, left, is_async=True)
         right = warpgroup_mma(right_tiles.index(slot), across, right, is_async=True)
-        left, right = warpgroup_mma_wait(2, deps=[left, right])  # those of the turn before have ended
+        left, right = warpgroup_mma_wait(2, deps=[left, right])  # the turn before has ended
         ahead = at - 1 + STAGES
         line = ahead // steps * HEIGHT
         column = ahead % steps * WIDTH
@@ -333,11 +333,11 @@ def hopper_gemm(
 
 
 def updates_arguments(updates: ProductUpdates) -> tuple[Any, ...]:
-    """Returns what the kernel is told of updates: addresses, numbers, and how many adapters there is room for."""
+    """Returns the kernel's arguments for updates: addresses, numbers, and the room for adapters."""
     return updates[:4], *updates[4:], len(updates.tiles)
 
 
 def described(tensor: Any, rows: int, columns: int) -> Any:
-    """Returns what the copy engine needs to know of a tensor."""
+    """Returns a tensor's description for the copy engine."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=LINE, element_bitwidth=8 * tensor.element_size(), rank=2)
     return TensorDescriptor.from_tensor(tensor, [rows, columns], layout)

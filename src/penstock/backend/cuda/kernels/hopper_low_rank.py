@@ -49,7 +49,7 @@ def _add(a, b):
 
 @gluon.jit
 def prefetch(address, size):
-    """Begins to bring so many bytes from each address to the L2 cache."""
+    """Begins to load bytes at each address into the L2 cache."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
         "=r,l,r",
@@ -163,7 +163,7 @@ def store_low_rank(tile, low, mine, LOW: gl.constexpr):
 @gluon.jit
 def low_rank_sums(updates, found, tiles, part, split, count, GATED: gl.constexpr, COUNT: gl.constexpr):
     """Returns B @ h.T for both halves of a tile, of every `split`-th group of adapters from `part` on. `tiles` is
-    shared memory for B of both halves and for h of both, which are the same where there is no gate."""
+    shared memory for B and h of both halves, which are the same without a gate."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COUNT, 16])
     LOW: gl.constexpr = gl.BlockedLayout([1, 4, 8], [16, 1, 2], [4, 1, 1], [2, 1, 0])
     OWN: gl.constexpr = gl.SliceLayout(2, LOW)
@@ -266,8 +266,8 @@ def _shrink_few(
 
 
 def shrink_few(x: Any, rows: RowTiles, weight: AdaptedWeight, h: Any) -> None:
-    """Does what `shrink` does for few rows and at most MAX_WIDTH columns. It needs next to no shared memory, so that
-    programs of the product that comes next find room beside it, and fetch their matrix meanwhile."""
+    """Does what `shrink` does for few rows and at most MAX_WIDTH columns. It needs almost no shared memory, so that
+    programs of the next product can start and fetch their matrix."""
     values, scales = x if isinstance(x, Fp8Activations) else (x, x)
     count, width = values.shape
     at_once = max(triton.next_power_of_2(-(-width // SPLIT)), 64)

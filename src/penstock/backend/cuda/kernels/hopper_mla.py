@@ -48,7 +48,7 @@ class HopperMlaConfig(NamedTuple):
     rope: int
     v_dim: int
     room: int  # positions of a piece
-    together: int  # heads whose programs run together: the L2 cache holds what a piece has of them
+    together: int  # heads whose programs run together: their part of a piece fits the L2 cache
     tile: int  # positions at a time
     stages: int
     window: int = 0  # MLA has none
@@ -62,7 +62,7 @@ class PieceSpan(NamedTuple):
     head: Any
     token: Any  # its first
     first: Any  # position of it
-    count: Any  # of tokens; 0: there is nothing to attend to
+    count: Any  # tokens; 0: nothing to attend to
     begin: Any  # first tile of positions
     whole: Any  # the first tile that is not wholly before all queries
     last: Any  # the last tile
@@ -305,7 +305,7 @@ def _second_half(q, out, carry, span, buffers, scale, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _span_of(tiles, starts, count, begin, CONFIG: gl.constexpr):
-    """Returns what a program attends with and to."""
+    """Returns the queries and the keys and values of a program."""
     TILE: gl.constexpr = CONFIG.tile
     ROOM: gl.constexpr = CONFIG.room
     TOGETHER: gl.constexpr = CONFIG.together
@@ -319,7 +319,7 @@ def _span_of(tiles, starts, count, begin, CONFIG: gl.constexpr):
     context = gl.load(starts + tile) - begin
     end = context + first + tokens
     low, high = gl.maximum(context, 0), gl.minimum(end, ROOM)
-    tokens = gl.where((token < 0) | (low >= high), 0, tokens)  # there is no tile, or it sees nothing of this piece
+    tokens = gl.where((token < 0) | (low >= high), 0, tokens)  # padding, or a tile that sees nothing of this piece
     last = gl.maximum(gl.cdiv(high, TILE) - 1, 0)
     whole = gl.maximum(context + first + 1, 0) // TILE
     return PieceSpan(

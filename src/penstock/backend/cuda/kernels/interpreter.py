@@ -1,7 +1,7 @@
-"""Covers what Triton's interpreter computes differently from a GPU, with products that both compute.
+"""Covers the differences between Triton's interpreter and a GPU, with products that both compute.
 
-The interpreter multiplies float32 alone and cuts bits off where a GPU rounds. Kernels ask `INTERPRETED` when they are
-compiled, so a GPU's code has no trace of it.
+The interpreter multiplies only float32 and cuts bits off where a GPU rounds. Kernels ask `INTERPRETED` when they are
+compiled, so a GPU's code does not contain it.
 """
 
 from __future__ import annotations

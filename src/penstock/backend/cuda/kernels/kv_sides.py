@@ -1,4 +1,4 @@
-"""Keys and values as two sides of a cache, which attention reads by one name whatever their formats are.
+"""Keys and values as two sides of a cache, which attention reads by one name in all formats.
 
 Both sides of a cache in one format of 8 or 16 bits lie in one tensor (kv_tile.py). Else each has a tensor of its own:
 [blocks, kv_heads, block_size, bytes or values of a line]. A line of 4 bits has D / 2 bytes: byte i holds the codes of
@@ -18,7 +18,7 @@ from penstock.backend.cuda.kernels.kv8 import largest_of, quantize_kv, scale_of
 from penstock.backend.cuda.kernels.kv_tile import KvShape, PagedKv, shape_of
 from penstock.backend.kv_formats import GROUP
 
-INT4 = tl.constexpr(8.0)  # the largest code of 4 bits, and what tells them from 8
+INT4 = tl.constexpr(8.0)  # the largest code of 4 bits, which also marks them
 RUN = tl.constexpr(GROUP)
 
 
@@ -47,7 +47,7 @@ def is_apart(cache: Any) -> bool:
 
 
 def kinds_of(cache: Any, scales: Any | None) -> KvKinds:
-    """Returns what is stored in a cache, [blocks, 2, kv_heads, block_size, D], or a pair of keys and values."""
+    """Returns the values of a cache, [blocks, 2, kv_heads, block_size, D], or a pair of keys and values."""
     if not is_apart(cache):
         largest = largest_of(cache, scales)
         return KvKinds(largest, largest, False)
@@ -59,7 +59,7 @@ def kinds_of(cache: Any, scales: Any | None) -> KvKinds:
 
 
 def paged(cache: Any, scales: Any | None, tables: Any, header: Any) -> PagedKv | PagedSides:
-    """Returns what kernels take of a cache; tables stand in for scales that there are none of."""
+    """Returns a cache as kernels take it, with the tables instead of missing scales."""
     if not is_apart(cache):
         return PagedKv(cache, tables if scales is None else scales, tables, header)
     key_scales, value_scales = (tables if each is None else each for each in scales or (None, None))
@@ -68,7 +68,6 @@ def paged(cache: Any, scales: Any | None, tables: Any, header: Any) -> PagedKv |
 
 
 def heads_of(cache: Any, qkv: Any, out: Any) -> KvShape:
-    """Returns the constants of a layer's heads and cache."""
     if not is_apart(cache):
         return shape_of(cache, qkv, out)
     kv_heads, block_size, width = cache[0].shape[1:]
@@ -79,7 +78,6 @@ def heads_of(cache: Any, qkv: Any, out: Any) -> KvShape:
 
 @triton.jit
 def key_side(kv, SHAPE: tl.constexpr, KINDS: tl.constexpr):
-    """Returns where keys and their scales begin."""
     if KINDS.apart:
         return kv.key_lines, kv.key_scales
     else:
@@ -88,7 +86,6 @@ def key_side(kv, SHAPE: tl.constexpr, KINDS: tl.constexpr):
 
 @triton.jit
 def value_side(kv, SHAPE: tl.constexpr, KINDS: tl.constexpr):
-    """Returns where values and their scales begin."""
     if KINDS.apart:
         return kv.value_lines, kv.value_scales
     else:

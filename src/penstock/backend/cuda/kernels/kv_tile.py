@@ -36,7 +36,6 @@ class KvShape(NamedTuple):
 
     @property
     def heads(self) -> int:
-        """Returns how many query heads there are."""
         return self.group * self.kv_heads
 
     @property
@@ -46,7 +45,7 @@ class KvShape(NamedTuple):
 
 
 class SplitKV(NamedTuple):
-    """Holds what the programs of one context leave for the one that joins them; `arrived` is zero between launches."""
+    """Holds the partial results of one context, which its last program joins; `arrived` is zero between launches."""
 
     outputs: Any  # [P * heads * D]
     stats: Any  # [P * heads * 2] the highest score, and the sum of weights
@@ -63,7 +62,6 @@ def shape_of(cache: Any, qkv: Any, out: Any) -> KvShape:
 
 @triton.jit
 def table_of(kv, row):
-    """Returns where the block table of a row begins."""
     return kv.tables + row.to(tl.int64) * tl.load(kv.header)
 
 
@@ -136,7 +134,7 @@ def store_mix(out, row, column, mix, total, wanted, DIMS: tl.constexpr):
 
 @triton.jit
 def leave_split(split_kv, row, column, mix, highest, total, there, wanted, DIMS: tl.constexpr):
-    """Stores what a split has found for the program that joins all splits of its context."""
+    """Stores a split's result for the program that joins all splits of its context."""
     tl.store(split_kv.outputs + row[:, None] * DIMS + column[None, :], mix, wanted)
     tl.store(split_kv.stats + row * 2, highest, there)
     tl.store(split_kv.stats + row * 2 + 1, total, there)

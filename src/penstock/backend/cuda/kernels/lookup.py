@@ -22,7 +22,6 @@ def table_of(coding: Coding) -> int:
 
 @triton.constexpr_function
 def words_of(table, shift):
-    """Returns one plane of the table as words of four bytes."""
     plane = [table >> (16 * i + shift) & 255 for i in range(16)]
     return [sum(plane[4 * j + i] << 8 * i for i in range(4)) for j in range(4)]
 

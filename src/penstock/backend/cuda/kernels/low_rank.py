@@ -22,9 +22,9 @@ from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wa
 from penstock.backend.cuda.kernels.silu_and_mul import silu
 
 RANKS = 16  # the least that tensor cores multiply
-COLUMNS = 128  # of the output, that one program changes
+COLUMNS = 128  # output columns per program
 SPLIT = 8  # programs that share the columns of A: always in a step without prompts, at most in one with some
-PROGRAMS = 256  # that fill the device
+PROGRAMS = 256  # fill the device
 RECORD = 8  # words: the addresses of A, of B and of the blocks, how many chunks and blocks there are; three are spare
 BLOCK = 8  # words: first column, columns; then chunk of h, chunks, place in B, for the left half and for the right
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -46,7 +46,7 @@ class AdaptedWeight(NamedTuple):
     chunks: int  # the most that a slot has
     blocks: int
     aligned: bool  # the columns of all blocks begin and end at multiples of 16
-    dtype: torch.dtype  # of A and B
+    dtype: torch.dtype  # type of A and B
 
 
 class Layout(NamedTuple):
@@ -63,7 +63,6 @@ class Layout(NamedTuple):
 
 @triton.jit
 def rows_of(tiles, order, tile, LAYOUT: tl.constexpr):
-    """Returns the slot of a tile, its rows, and which of them are there."""
     SIZE: tl.constexpr = LAYOUT.size
     item = tl.arange(0, SIZE)
     if LAYOUT.ordered:
@@ -148,8 +147,8 @@ def load_block(b, at, chunk, chunks):
 
 @triton.jit
 def load_side(words, b, known):
-    """Returns what three words of a block say: where its ranks are in h, how many chunks it has and where they are in
-    B; and the first of these."""
+    """Returns three words of a block (place of its ranks in h, number of chunks, place of the chunks in B) and the
+    first chunk."""
     first = tl.load(words, known, 0)
     chunks = tl.load(words + 1, known, 0)
     at = tl.load(words + 2, known, 0)
@@ -234,7 +233,7 @@ def split_of(width: int, rows: RowTiles, chunks: int) -> int:
 
 
 def values_needed(rows: int, tokens: int, chunks: int) -> int:
-    """Returns how many values of h steps can have: those of `rows` rows of one token, and those of `tokens` tokens."""
+    """Returns the values of h in a step of `rows` decoding rows, and of `tokens` tokens."""
     return max(SPLIT * rows * chunks, PROMPT_ROWS * PROGRAMS + tokens * chunks) * RANKS
 
 

@@ -20,7 +20,7 @@ from penstock.backend.cuda.kernels.silu_and_mul import silu
 from penstock.model.ops import Mamba2Weights
 from penstock.model.recurrence import Mamba2Spec
 
-COLUMNS = 16  # of a state, in one program
+COLUMNS = 16  # state columns per program
 CHUNK = 64  # tokens
 CHUNK_COLUMNS = 32
 PART = 64  # rows of a state that are multiplied together
@@ -40,7 +40,7 @@ class ScanSizes(NamedTuple):
 
 
 class Mamba2Scratch(NamedTuple):
-    """Holds what the kernels of one step leave for each other, in float32."""
+    """Holds intermediate results of one step's kernels, in float32."""
 
     mixed: Any  # [T, x + B + C] convolved
     raw: Any  # [T, x] read from states
@@ -48,7 +48,6 @@ class Mamba2Scratch(NamedTuple):
 
 @triton.jit
 def _time_step(x, least, most):
-    """Returns softplus(x), clamped."""
     dt = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
     return tl.minimum(tl.maximum(dt, least), most)
 
@@ -115,7 +114,6 @@ def _selective_scan(
 
 @triton.jit
 def _state_part(part, column, head, SIZES: tl.constexpr, PART: tl.constexpr):
-    """Returns where a part of a head's state is, and what of it there is."""
     i = part * PART + tl.arange(0, PART)[:, None]
     place = head * SIZES.state_dim * SIZES.head_dim + i * SIZES.head_dim + column
     return place, (i < SIZES.state_dim) & (column < SIZES.head_dim)
@@ -152,7 +150,7 @@ def _decays(delays, count, bias, rate, scaling, SIZES: tl.constexpr, CHUNK: tl.c
 
 @triton.jit
 def _load_keys(keys, count, part, SIZES: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr):
-    """Returns columns of what a chunk's tokens have at `keys`: PART of them, from those of the parts before on."""
+    """Returns PART columns at `keys` of a chunk's tokens, after the parts before."""
     WIDTH: tl.constexpr = SIZES.heads * SIZES.head_dim + 2 * SIZES.groups * SIZES.state_dim
     i, k = tl.arange(0, CHUNK)[:, None], part * PART + tl.arange(0, PART)[None, :]
     return tl.load(keys + i * WIDTH + k, (i < count) & (k < SIZES.state_dim), 0.0)
@@ -160,7 +158,7 @@ def _load_keys(keys, count, part, SIZES: tl.constexpr, PART: tl.constexpr, CHUNK
 
 @triton.jit
 def _read_chunk(x, keys, count, decays, state, SIZES: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr):
-    """Returns what the tokens of a chunk read from the state and from each other. The state is in parts of PART rows,
+    """Returns the output of a chunk's tokens, from the state and from each other. The state is in parts of PART rows,
     since the operands of all together would not fit into registers."""
     steps, at, _ = decays
     READS: tl.constexpr = SIZES.groups * SIZES.state_dim  # where C is, after B
@@ -179,7 +177,6 @@ def _read_chunk(x, keys, count, decays, state, SIZES: tl.constexpr, PART: tl.con
 
 @triton.jit
 def _move_on(x, keys, count, decays, state, SIZES: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr):
-    """Returns the state after a chunk."""
     steps, at, whole = decays
     after = ()
     for part in tl.static_range(len(state)):
@@ -261,7 +258,7 @@ def _gate_and_norm(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Gates what was read from states by silu(z), and norms `width` values of one token."""
+    """Gates the states' output by silu(z), and norms `width` values of one token."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)

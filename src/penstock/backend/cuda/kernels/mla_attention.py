@@ -1,8 +1,8 @@
 """Multi-head latent attention (MLA) in its absorbed form: one KV head for all queries, whose values are the last
 dimensions of its keys.
 
-A cache is [blocks, block_size, D]: the dimensions with RoPE, then values. One of 8 bits has scales beside it, [blocks,
-2, block_size], of both parts. What is read of a key serves as key and value, and heads of 576 dimensions leave room for
+A cache is [blocks, block_size, D]: the dimensions with RoPE, then values. One of 8 bits also has scales, [blocks,
+2, block_size], for both parts. A key is read once, for use as key and value, and heads of 576 dimensions leave room for
 few positions at a time.
 """
 
@@ -186,7 +186,7 @@ def attend_mla(
     selected=None,
     SELECTED: tl.constexpr = False,
 ):
-    """Returns what the queries in these rows of q, at their own positions, find from `begin` to `end`: their highest
+    """Attends with the queries in these rows of q, at their own positions, from `begin` to `end`; returns their highest
     score, the sum of weights, and the mix of values [QUERIES, BLOCK_V]. With SELECTED, `begin` and `end` count the
     selected positions."""
     ROPE: tl.constexpr = SHAPE.rope_dims
@@ -269,7 +269,7 @@ def _mla_decode(
         return
     row, begin, end, length, count, first = load_split(splits, split)
     if length > TOP_K:
-        wait_for_previous(PDL)  # what comes next relies on it
+        wait_for_previous(PDL)  # the next kernel relies on it
         return
     table = table_of(kv, row)
     head = group * SHAPE.queries + tl.arange(0, SHAPE.queries)

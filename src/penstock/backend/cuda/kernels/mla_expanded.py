@@ -1,5 +1,5 @@
 """Multi-head latent attention (MLA) of runs of tokens in its expanded form: latents are projected to keys and values of
-all heads, in pieces of a step's contexts (mla_expansion.py), and attention goes on from piece to piece.
+all heads, in pieces of a step's contexts (mla_expansion.py), and attention continues from piece to piece.
 
 Heads have keys and values of their own here, so a program's rows are the tokens of one head. They share the dimensions
 that RoPE rotates, which are not projected.
@@ -18,7 +18,7 @@ from penstock.backend.cuda.kernels.kv_tile import LOG2E, PagedKv, no_scores, sof
 from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.backend.cuda.mla_expansion import TILE_TOKENS, MlaDims
 
-WIDTH = 64  # of latents that are projected at a time
+WIDTH = 64  # latent dimensions projected at a time
 
 
 class ExpandedKv(NamedTuple):
@@ -30,7 +30,7 @@ class ExpandedKv(NamedTuple):
 
     @classmethod
     def within(cls, memory: Any, dims: MlaDims, room: int) -> ExpandedKv:
-        """Returns a piece of so many positions at the beginning of a flat tensor."""
+        """Returns a piece of `positions` positions at the beginning of a flat tensor."""
         keys, values, rope = room * dims.heads * dims.nope, room * dims.heads * dims.v_dim, room * dims.rope
         return cls(
             memory[:keys].view(dims.heads, room, dims.nope),
@@ -40,14 +40,14 @@ class ExpandedKv(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """Holds what tokens have found in earlier pieces."""
+    """Holds the results of tokens in earlier pieces."""
 
     mix: Any  # [T, heads, v_dim], of 32 bits
     stats: Any  # [T, heads, 2] the highest score, and the sum of weights
 
     @classmethod
     def within(cls, memory: Any, dims: MlaDims, tokens: int) -> Carry:
-        """Returns room for so many tokens at the beginning of a flat tensor of 32 bits."""
+        """Returns room for `tokens` tokens at the beginning of a flat tensor of 32 bits."""
         lines = tokens * dims.heads
         mix, stats = memory[: lines * dims.v_dim], memory[lines * dims.v_dim : lines * (dims.v_dim + 2)]
         return cls(mix.view(tokens, dims.heads, dims.v_dim), stats.view(tokens, dims.heads, 2))
@@ -257,8 +257,8 @@ def mla_expanded(
     tiling: tuple[int, int, int],  # positions at a time, warps, stages
 ) -> None:
     """Attends with tiles [Q, 5] of at most TILE_TOKENS tokens, as `prefill_attention` has them, to a piece of their
-    contexts, which begin at `starts` [Q]; the piece begins at `begin`. q [T, heads * (nope + rope)] is rotated. What is
-    found goes to `out` [T, heads * v_dim] with the last piece of a context, else to `carry`."""
+    contexts, which begin at `starts` [Q]; the piece begins at `begin`. q [T, heads * (nope + rope)] is rotated. The
+    results of a context's last piece go to `out` [T, heads * v_dim], others to `carry`."""
     shape = shape_of(expanded)
     tile, warps, stages = tiling
     _mla_expanded[(len(tiles), shape.dims.heads)](

@@ -23,19 +23,19 @@ BASE = 0x43004300  # two 128.0 in bfloat16
 
 
 class QuantFormat(NamedTuple):
-    """Says what a kernel knows of a matrix's coding when it is compiled."""
+    """Describes a matrix's coding to the compiler."""
 
     high: int  # bits of a code beyond four
-    groups: int  # of columns in a tile, each with a scale
+    groups: int  # scales per row of a tile
     minima: bool
     supers: bool  # scales are bytes that float16 multiply
     e4m3: bool  # scales are floats of 8 bits
     e8m0: bool  # scales are powers of two of 8 bits
-    zero: float  # of codes as they come: see codes_of
+    zero: float  # zero of codes as `codes_of` returns them
     added: bool  # something is added to scale * code
     scaled_minima: bool  # scales multiply minima
     table: int  # see lookup.py; 0: none
-    words: int  # that hold the scales and minima of a row of a tile and of the row 8 below
+    words: int  # scales and minima of a row of a tile and of the row 8 below
 
 
 class QuantMatrix(NamedTuple):
@@ -54,7 +54,6 @@ class QuantMatrix(NamedTuple):
 
 
 def format_of(weight: QuantizedWeight) -> QuantFormat:
-    """Returns the constants of a weight's coding."""
     coding = weight.coding
     zero = coding.zero + coding.shift
     numbers = coding.groups * (2 if coding.minima else 1)
@@ -74,8 +73,8 @@ def format_of(weight: QuantizedWeight) -> QuantFormat:
 
 
 def matrix_of(weight: QuantizedWeight, rows: int = 0) -> QuantMatrix:
-    """Returns a weight's arrays and sizes, with another array in place of one that its coding lacks; `rows`: of one of
-    several matrices that lie below each other."""
+    """Returns a weight's arrays and sizes, with any other array for one that its coding lacks; `rows`: one matrix of
+    several that lie below each other."""
     high = weight.low if weight.high is None else weight.high
     supers = weight.scales if weight.supers is None else weight.supers
     return QuantMatrix(
@@ -268,7 +267,7 @@ def numbers_of(factors, FORMAT: tl.constexpr):
 
 @triton.jit
 def minimum_of(minimum, scale, FORMAT: tl.constexpr):
-    """Returns what is added to scale * code, for codes as they come."""
+    """Returns the addend of scale * code, for codes as they come."""
     if FORMAT.scaled_minima:
         return (minimum - FORMAT.zero) * scale
     else:
@@ -277,7 +276,7 @@ def minimum_of(minimum, scale, FORMAT: tl.constexpr):
 
 @triton.jit
 def affine_of(factors, supers, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, FORMAT: tl.constexpr):
-    """Returns what the codes of each group of columns are multiplied with and what is added then:
+    """Returns the factor and the addend of each group of columns:
     [t, g, A, B, C, group, half] each."""
     GROUPS: tl.constexpr = FORMAT.groups
     EACH: tl.constexpr = 4 if FORMAT.minima else 2
@@ -310,7 +309,7 @@ def load_codes(
 def load_tiles(
     matrix, row, column, A: tl.constexpr, B: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr, FORMAT: tl.constexpr
 ):
-    """Returns what tiles are made of: low bits, high bits, factors, and what multiplies the factors."""
+    """Returns the parts of tiles: low bits, high bits, factors, and factors of the factors."""
     words, more = load_codes(matrix, row, column, A, B, STEP, EVEN, FORMAT)
     factors = load_factors(matrix.scales, row, column, matrix.tiles, A, B, STEP, EVEN, FORMAT.words)
     outer = factors

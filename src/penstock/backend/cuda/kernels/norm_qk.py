@@ -78,7 +78,7 @@ def norm_qk(
     v_run: int = 0,
 ) -> None:
     """Norms q and k in rows [T, q + k + v]; v is normed in runs of `v_run` without a gain, or stays as it is. With a
-    `layer_dim`, the norms are layer norms of so many values at a time."""
+    `layer_dim`, the norms are layer norms of that many values at a time."""
     _norm_qk[(len(x), 3)](
         x,
         q_gain,

@@ -21,7 +21,6 @@ enabled = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
-    """Lets the next kernel of the stream start now, where PDL is on."""
     if PDL:
         gdc_launch_dependents()
 

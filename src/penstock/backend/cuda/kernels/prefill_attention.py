@@ -41,12 +41,12 @@ QUERIES = 128  # pairs of token and head in a tile
 
 
 def tokens_per_tile(group: int) -> int:
-    """Returns how many tokens a tile holds when so many query heads share a KV head."""
+    """Returns the tokens of a tile if `group` query heads share a KV head."""
     return max(QUERIES // group, 1)
 
 
 def queries_per_tile(shared: int) -> int:
-    """Returns how many pairs of token and head a tile has room for when so many query heads share a KV head."""
+    """Returns the room of a tile, in pairs of token and head, if `group` query heads share a KV head."""
     return max(QUERIES, int(triton.next_power_of_2(shared)))
 
 
@@ -70,7 +70,7 @@ class PrefillConfig(NamedTuple):
 
 @triton.jit
 def bias_of(biases, head, distance, REACH: tl.constexpr):
-    """Returns what scores [QUERIES, TILE] get for how far before (below 0) or after its query a key is."""
+    """Returns the biases [QUERIES, TILE] of keys at these distances before (below 0) or after their query."""
     nearest = tl.minimum(tl.maximum(distance, -REACH), REACH) + REACH
     return tl.load(biases + head[:, None] * (2 * REACH + 1) + nearest) * 1.4426950408889634
 

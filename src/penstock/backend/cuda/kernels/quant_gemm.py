@@ -1,7 +1,7 @@
 """Multiplies some tens or hundreds of rows with a quantized matrix, on the tensor cores.
 
 A program makes values of 16 * R rows of the matrix in registers and multiplies them with the rows of a block. Columns
-are split over several programs (split_k.py) where the matrix alone does not fill the device.
+are split over several programs (split_k.py) if the matrix does not fill the device.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from penstock.backend.cuda.pack_quantized import QuantizedWeight
 class Tiling(NamedTuple):
     """Says how a product is tiled: each program takes `tiles` times 16 rows of the matrix and `rows` rows of x."""
 
-    tiles: int  # of 16 rows of the matrix, in one program
-    rows: int  # of x, in one program
+    tiles: int  # 16 rows each, per program
+    rows: int  # rows of x per program
     steps: int  # tiles of 64 columns at a time
     split: int  # programs that share the columns
     warps: int

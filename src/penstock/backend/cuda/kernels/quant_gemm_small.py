@@ -1,8 +1,8 @@
 """GEMM of up to 16 rows with a quantized matrix, at the speed the matrix can be read.
 
 A program takes 16 * R rows of the matrix; its W warps share their columns. The matrix takes the long side of the
-tensor cores, the few rows the short one. Codes enter the product as they are: what a group of columns adds up to is
-then scaled, and the minimum times the sum of the rows' values is added, both in float32.
+tensor cores, the few rows the short one. Codes enter the product as they are: the sum of a group of columns is then
+scaled, and the minimum times the sum of the rows' values is added, both in float32.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Tiling(NamedTuple):
 
     warps: int
     steps: int  # tiles of a row that a warp takes at a time
-    tiles: int  # of 16 rows, in one program
+    tiles: int  # 16 rows each, per program
     stages: int = 1
 
 
@@ -42,7 +42,7 @@ DEFAULT = Tiling(8, 2, 1)
 @triton.jit
 def load_rows(x, stride, column, count, width, TILING: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
     """Returns the rows as the tensor cores read them: words of [t, g, W, G, column / 8, (c, side)]. Where 4 columns are
-    enough, every other one is a row: a lane then has no more than one to scale."""
+    enough, every other one is a row: a lane then scales at most one."""
     W: tl.constexpr = TILING.warps
     G: tl.constexpr = TILING.steps
     at = x + column * 64 + (axis(8, 1) * stride if COLUMNS > 4 else axis(8, 1) // 2 * stride)
@@ -114,7 +114,7 @@ def add_product(
 
 @triton.jit
 def each_step(factor, W: tl.constexpr, G: tl.constexpr, R: tl.constexpr):
-    """Splits the factors of four groups of 16 columns into those of even steps and those of odd ones."""
+    """Splits the factors of four groups of 16 columns into even and odd steps."""
     factor = tl.reshape(factor, [4, 8, W, G, R, 2, 2, 2])
     return tl.split(tl.permute(factor, [0, 1, 2, 3, 4, 5, 7, 6]))
 

@@ -1,8 +1,8 @@
 """GEMV of a quantized matrix with one row: eight groups of columns side by side.
 
 The short side of the tensor cores has room for eight rows of x. One row is put there eight times, each time without all
-but one of eight neighbouring groups of columns, so that one product gives what each group adds up to, in the lane that
-has its scale. Every lane loads a different part of the row and of the scales. Shapes are those of mma_fragments.py,
+but one of eight neighbouring groups of columns, so that one product gives the sum of each group, in the lane that has
+its scale. Every lane loads a different part of the row and of the scales. Shapes are as in mma_fragments.py,
 with blocks of eight groups along axis B.
 """
 
@@ -36,8 +36,8 @@ class Tiling(NamedTuple):
     """Says how a product is tiled: each program takes `tiles` times 16 rows of the matrix."""
 
     warps: int
-    blocks: int  # of eight groups that a warp takes at a time
-    tiles: int  # of 16 rows, in one program
+    blocks: int  # eight groups each; a warp takes this many at a time
+    tiles: int  # 16 rows each, per program
     ahead: int  # times that much is loaded before it is needed: 1 or 2
 
 
@@ -53,7 +53,7 @@ def load_row(x, column, width, W: tl.constexpr, S: tl.constexpr, GROUPS: tl.cons
 
 @triton.jit
 def load_factors(matrix, row, column, SHAPE: tl.constexpr, EVEN: tl.constexpr, N: tl.constexpr):
-    """Returns, of N words for each tile and g, those of groups 2 * t and 2 * t + 1 of each block:
+    """Returns, from N words for each tile and g, the words of groups 2 * t and 2 * t + 1 of each block:
     [t, g, W, S, R, words]."""
     W: tl.constexpr = SHAPE[0]
     S: tl.constexpr = SHAPE[1]
@@ -77,7 +77,7 @@ def load_supers(matrix, row, column, SHAPE: tl.constexpr, EVEN: tl.constexpr, N:
 
 @triton.jit
 def load_blocks(matrix, row, column, W: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr, FORMAT: tl.constexpr):
-    """Returns what blocks are made of: low bits, high bits, factors, and what multiplies the factors."""
+    """Returns the parts of blocks: low bits, high bits, factors, and factors of the factors."""
     TILES: tl.constexpr = 8 // FORMAT.groups
     G: tl.constexpr = S * TILES
     SHAPE: tl.constexpr = (W, S, TILES)
@@ -116,7 +116,7 @@ def spread(factor, W: tl.constexpr, S: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def affine(factors, supers, W: tl.constexpr, S: tl.constexpr, R: tl.constexpr, FORMAT: tl.constexpr):
-    """Returns what a group's sum is multiplied with, and what the sum of its part of the row is: [S * W, 16 * R, 8]
+    """Returns the factor of a group's sum, and the sum of its part of the row: [S * W, 16 * R, 8]
     each."""
     EACH: tl.constexpr = 2 if FORMAT.minima else 1
     numbers = tl.reshape(numbers_of(factors, FORMAT), [4, 8, W, S, R, 2, 2, EACH])  # e, half

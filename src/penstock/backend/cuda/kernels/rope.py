@@ -1,7 +1,7 @@
 """Rotary embedding (RoPE) of queries and keys, and the write of keys and values into the paged cache.
 
 A cache is [blocks, 2, kv_heads, block_size, D]: keys, then values; a head's part of a block is contiguous. One of 8
-bits has scales beside it, [blocks, 2, kv_heads, block_size] (kv8.py).
+bits also has scales, [blocks, 2, kv_heads, block_size] (kv8.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 from penstock.backend.cuda.kernels.kv8 import largest_of, quantize_kv, scale_of
 from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
 
-HEADS = 16  # of one program
+HEADS = 16  # per program
 
 
 @triton.jit
@@ -45,7 +45,6 @@ def rotation_of(
 
 @triton.jit
 def rotate_pair(a, b, cos, sin):
-    """Returns a pair of values rotated by an angle."""
     return a * cos - b * sin, b * cos + a * sin
 
 
@@ -63,14 +62,14 @@ class RopeConfig(NamedTuple):
 
     q_heads: int
     kv_heads: int
-    half: int  # of a head's dimensions
+    half: int  # half of a head's dimensions
     rotated: int  # pairs of each head
     block_size: int
-    block_lines: int  # of the cache, from block to block
+    block_lines: int  # lines of the cache from block to block
     interleaved: bool
-    heads: int  # of one program
+    heads: int  # per program
     pairs: int  # half rounded up to a power of two
-    largest: float  # of the cache's type; 0: it has no scales
+    largest: float  # the cache type's maximum; 0: no scales
 
 
 @triton.jit
@@ -134,7 +133,7 @@ def rope_and_store(
     stores: bool = True,
 ) -> None:
     """Rotates q in place in qkv [T, q + k + v], the first `rotated` pairs of each head, and stores k and v at `places`
-    [T], counted in tokens from the cache's start. Unless it `stores`, qkv is q alone."""
+    [T], counted in tokens from the cache's start. Unless it `stores`, qkv is only q."""
     kv_heads, block_size, dims = cache.shape[2:]
     kv_heads = kv_heads if stores else 0
     tokens, width = qkv.shape

@@ -1,7 +1,7 @@
 """Rotary embedding (RoPE) of queries and keys, and the write of keys and values into a cache of two sides.
 
-Where keys have 4 bits, queries and keys get a Hadamard transform after RoPE: their products stay the same, and what is
-large in a few dimensions of keys is spread over all. It is a product with a matrix of signs, made where it is used.
+Where keys have 4 bits, queries and keys get a Hadamard transform after RoPE: their products stay the same, and large
+values in a few dimensions of keys are spread over all. It is a product with a matrix of signs, made where it is used.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from penstock.backend.cuda.kernels.kv_tile import KvShape, line_of
 from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.backend.cuda.kernels.rope import RopeInputs, rotation_of
 
-HEADS = 16  # of one program: as few as tensor cores take
+HEADS = 16  # per program: the minimum of tensor cores
 CHUNK = 64  # dimensions that are transformed at a time
 
 
@@ -37,9 +37,9 @@ class SidesConfig(NamedTuple):
     rotated: int  # pairs of each head
     interleaved: bool
     run: int  # dimensions that are transformed together; 0: none are
-    norm: float  # of the transform
+    norm: float  # the transform's
     chunk: int
-    heads: int  # of one program
+    heads: int  # per program
     q_gain: bool  # rotated queries are multiplied by a vector as wide as a head
 
 
@@ -95,7 +95,7 @@ def _rope_and_store_sides(qkv, rope, kv, q_gain, CONFIG: tl.constexpr, PDL: tl.c
     QUERY_PARTS: tl.constexpr = (SHAPE.heads + CONFIG.heads - 1) // CONFIG.heads
     KEY_PARTS: tl.constexpr = (SHAPE.kv_heads + CONFIG.heads - 1) // CONFIG.heads
     token = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)  # of queries, then of keys, then of values
+    part = tl.program_id(1)  # queries, then keys, then values
     position, place = tl.load(rope.positions + token), tl.load(rope.places + token).to(tl.int64)
     wait_for_previous(PDL)
     row = qkv + token * SHAPE.row_heads * DIMS
@@ -137,8 +137,8 @@ def rope_and_store_sides(
     q_gain: Any | None = None,
 ) -> None:
     """Rotates q in place in qkv [T, q + k + v], the first `rotated` pairs of each head, and stores k and v at `places`
-    [T], counted in tokens from the cache's start. Unless it `stores`, qkv is q alone. Queries are ready for attention:
-    their gain is applied, and what is done to keys."""
+    [T], counted in tokens from the cache's start. Unless it `stores`, qkv is only q. Queries are then ready for
+    attention: they have their gain, and the transform of keys."""
     shape, kinds = heads_of(cache, qkv, qkv[:, :q_width]), kinds_of(cache, scales)
     run = shape.dims & -shape.dims if kinds.keys == INT4.value else 0
     parts = triton.cdiv(shape.heads, HEADS) + (2 * triton.cdiv(shape.kv_heads, HEADS) if stores else 0)

@@ -18,7 +18,7 @@ NO_TOKEN = tl.constexpr(-1)
 
 
 class ChunkScratch(NamedTuple):
-    """Holds what the passes know of each chunk of each row: [S, chunks] each."""
+    """Holds intermediate results for each chunk of each row: [S, chunks] each."""
 
     maxima: Any  # float32
     where: Any  # int32, the token of each maximum
@@ -31,7 +31,7 @@ def weigh(logits, peak, temperature):
     change the bits."""
     x = tl.div_rn(logits.to(tl.float32), temperature) - tl.div_rn(peak, temperature)
     bounded = tl.maximum(x, -100.0)
-    n = (bounded * 1.44269504 + 12582912.0) - 12582912.0  # to the nearest whole number, halves to even
+    n = (bounded * 1.44269504 + 12582912.0) - 12582912.0  # rounds to the nearest whole number, halves to even
     r = bounded - n * 0.693359375 - n * -2.12194440e-4
     power = r * (1 / 5040) + (1 / 720)
     power = power * r + (1 / 120)
@@ -52,7 +52,6 @@ def mass_of(weight):
 
 @triton.jit
 def row_maximum(maxima, row, chunks, CHUNKS: tl.constexpr):
-    """Returns the highest logit of a row from those of its chunks."""
     chunk = tl.arange(0, CHUNKS)
     return tl.max(tl.load(maxima + row * chunks + chunk, chunk < chunks, -float("inf")), 0)
 
@@ -71,7 +70,7 @@ def _chunk_maxima(logits, maxima, where, vocab, chunks, CHUNK: tl.constexpr, PDL
     chunk = tl.program_id(1)
     wait_for_previous(PDL)
     _, values = load_chunk(logits, row, chunk, vocab, CHUNK)
-    values = tl.where(values == values, values, -float("inf"))  # what is not a number is impossible
+    values = tl.where(values == values, values, -float("inf"))  # NaN is impossible
     highest, at = tl.max(values, 0, return_indices=True)
     tl.store(maxima + row * chunks + chunk, highest)
     tl.store(where + row * chunks + chunk, chunk * CHUNK + at)
@@ -125,7 +124,7 @@ def _draw(
         if total > 0:
             low = tl.load(seeds + row * 2).to(tl.uint32, bitcast=True).to(tl.uint64)
             high = tl.load(seeds + row * 2 + 1).to(tl.uint32, bitcast=True).to(tl.uint64)
-            uniform = (high << 32 | low) >> 11  # of 53 bits
+            uniform = (high << 32 | low) >> 11  # 53 bits
             whole = total.to(tl.uint64)
             wanted = (tl.umulhi(uniform, whole) << 11 | (uniform * whole) >> 53).to(tl.int64)
             upto = tl.cumsum(mass, 0)

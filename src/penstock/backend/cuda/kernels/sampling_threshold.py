@@ -23,7 +23,7 @@ LEVELS = 512  # the bits of 1, the largest weight, without the last 21, and some
 
 
 class ThresholdScratch(NamedTuple):
-    """Holds what the passes leave for each other."""
+    """Holds intermediate results of the passes."""
 
     weights: Any  # [S, vocab] float32
     counts: Any  # [S, chunks, LEVELS] int32
@@ -33,7 +33,6 @@ class ThresholdScratch(NamedTuple):
 
     @classmethod
     def on(cls, device: torch.device, rows: int, vocab: int) -> ThresholdScratch:
-        """Returns scratch memory for so many rows on a device."""
         chunks = triton.cdiv(vocab, CHUNK)
         sizes = ((rows, vocab), (rows, chunks, LEVELS), (rows, chunks), (rows, 2), (rows, CANDIDATES))
         kinds = (torch.float32, torch.int32, torch.int64, torch.int32, torch.float32)
@@ -147,7 +146,7 @@ def halved(low, high, middle, enough):
 def _highest_bits(weights, base, needed, floor, vocab, MASS: tl.constexpr, BLOCK: tl.constexpr):
     """Returns the largest bits that still leave `needed` above them, among all weights."""
     low = 0
-    high = 0x3F800000  # of 1, the largest weight
+    high = 0x3F800000  # 1.0, the largest weight
     for _ in range(30):
         middle = (low + high + 1) >> 1
         enough = _above(weights, base, middle, floor, vocab, MASS, BLOCK) >= needed

@@ -1,10 +1,10 @@
-"""Attention whose sums depend on a token's own context alone: not on the tokens and rows computed beside it. The
+"""Attention whose sums depend only on a token's own context, not on other tokens and rows of the step. The
 context of an encoder's token is its whole row.
 
 A program attends with a run of a row's tokens, and all query heads of one KV head, to a whole context or to one
 segment of it (segments.py). Segments begin at multiples of SEGMENT positions, tiles of positions at multiples of their
-size. What a query finds in a segment is joined to what it has found in those before, in their order: by the program
-itself, or by the one that is done last. Prompts, answers and drafts attend with the same compiled kernel, which
+size. A query's results for its segments are joined in their order: by the program itself, or by the
+last one to finish. Prompts, answers and drafts attend with the same compiled kernel, which
 multiplies tiles of one size; products and sums are not contracted, so that both places that join round alike.
 """
 
@@ -68,7 +68,7 @@ class SegmentConfig(NamedTuple):
 
 @triton.jit
 def join(softmax, found):
-    """Returns a running softmax after what was found in the next segment."""
+    """Returns a running softmax after the next segment."""
     highest, total, mix = softmax
     peaks, totals, mixes = found
     peak = tl.maximum(highest, peaks)
@@ -78,9 +78,9 @@ def join(softmax, found):
 
 @triton.jit
 def join_in_order(softmax, split_kv, split, place, d, there, wanted, LINES: tl.constexpr, DIMS: tl.constexpr):
-    """Returns whether this program is the last one of those that share a context, and then what all of them have found,
-    joined in order. `split` is (its own number, the first of the context, how many there are, where arrivals are
-    counted). Each has LINES lines of SplitKV, in which those of queries are at `place`."""
+    """Returns whether this program is the last of a context's, and then the results of all of them, joined in order.
+    `split` is (its own number, the first of the context, how many there are, where arrivals are counted). Each has
+    LINES lines of SplitKV, with queries at `place`."""
     own, first, count, arrivals = split
     last = count == 1
     if count > 1:
@@ -101,8 +101,8 @@ def join_in_order(softmax, split_kv, split, place, d, there, wanted, LINES: tl.c
 
 @triton.jit
 def attend_segment(q, kv, table, heads, begin, end, oldest, lengths, scale, cap, biases, CONFIG: tl.constexpr):
-    """Returns what queries find from `begin` to `end`: the highest score, the sum of weights, and the mix of values. A
-    query sees what the newest of its `lengths` positions does, and later positions if attention is not causal; nothing
+    """Attends from `begin` to `end`; returns the highest score, the sum of weights, and the mix of values. A query sees
+    the same positions as the newest of its `lengths`, and later positions if attention is not causal; nothing
     is loaded from before `oldest`. `heads` are the KV head and the head of each query."""
     SHAPE: tl.constexpr = CONFIG.shape
     OPTIONS: tl.constexpr = CONFIG.options
@@ -221,7 +221,7 @@ def segmented_attention(
     tiling: tuple[int, int, int],  # positions at a time, warps, stages
 ) -> None:
     """Attends with runs of at most `run` tokens, whose queries are rotated and whose keys are stored. splits [P, 8]: as
-    those of decode attention, of one segment each or of a whole context, which is a whole row where attention is not
+    in decode attention, one segment each or a whole context, which is a whole row where attention is not
     causal. positions: [T]. distance_bias is [heads, 2 * reach + 1]."""
     shape = heads_of(cache, qkv, out)
     options = AttentionOptions(

@@ -1,4 +1,4 @@
-"""Multi-head latent attention (MLA) whose sums depend on a token's own context alone, as segmented_attention.py has it.
+"""Multi-head latent attention (MLA) whose sums depend only on a token's own context: see segmented_attention.py.
 
 Prompts, answers and drafts attend in the absorbed form, with one compiled kernel. A program has some pairs of token and
 head of a run, and goes through a whole context or one segment of it. Where positions are selected, it leaves tokens
@@ -52,7 +52,7 @@ def _segmented_mla(
         return
     row, begin, end, length, count, first = load_split(splits, split)
     if length - tokens >= TOP_K:
-        wait_for_previous(PDL)  # what comes next relies on it
+        wait_for_previous(PDL)  # the next kernel relies on it
         return
     table = table_of(kv, row)
     pair = part * SHAPE.queries + tl.arange(0, SHAPE.queries)

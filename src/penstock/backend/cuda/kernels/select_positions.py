@@ -1,6 +1,6 @@
 """The index of sparse attention (DSA): scores the positions that a token sees, and selects those it attends to.
 
-Index keys are [blocks, block_size, D] beside the KV, in the type of activations. Work comes as splits or tiles
+Index keys are [blocks, block_size, D], in the type of activations. Work comes as splits or tiles
 (inputs.py). Some of them are scored at a time, each token on a line of `scores`, [LINES, positions of the cache]. A
 token that sees at most top_k positions selects all of them, and nothing is scored for it.
 """
@@ -34,8 +34,8 @@ class IndexShape(NamedTuple):
     block_h: int  # heads rounded up to a power of two
     block_d: int
     block_p: int
-    tokens: int  # of each split or tile, at most
-    columns: int  # of splits or tiles
+    tokens: int  # most tokens of a split or tile
+    columns: int  # columns of splits or tiles
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def _index_scores(q, weights, keys, work, first, scores, room, SHAPE: tl.constex
 
 @triton.jit
 def load_ordered(line, position, seen):
-    """Returns scores as whole numbers that have the same order; what is no number comes last."""
+    """Returns scores as whole numbers that have the same order; NaN comes last."""
     score = tl.load(line + position, seen, 0.0)
     score = tl.where(score == score, score, -float("inf"))
     score = tl.where(score == 0, 0.0, score)  # the two zeros are equal
@@ -199,7 +199,6 @@ def select_positions(
 
 
 def shape_of(q: Any, dims: int, pairs: int, top_k: int, cache: Any, tokens: int, columns: int) -> IndexShape:
-    """Returns the constants of a launch."""
     heads = q.shape[1] // dims
     block_h, block_d, block_p = (max(triton.next_power_of_2(count), 16) for count in (heads, dims, pairs))
     return IndexShape(heads, dims, pairs, top_k, cache.shape[1], block_h, block_d, block_p, tokens, columns)

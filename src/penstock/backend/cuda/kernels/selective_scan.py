@@ -18,7 +18,7 @@ from penstock.backend.cuda.kernels.silu_and_mul import silu
 from penstock.model.ops import ScanWeights
 from penstock.model.recurrence import ScanSpec
 
-NUMBERS = 512  # of states, in one program
+NUMBERS = 512  # state values per program
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Attention of the newest tokens of many rows to a prefix that all of them have: it is read once for a tile of tokens.
 
-A split is a piece of a prefix and a tile of tokens (shared_prefixes.py). What is found there is left as partial results
-behind those of decode attention, which joins them with what it finds in the rest of each context.
+A split is a piece of a prefix and a tile of tokens (shared_prefixes.py). Its partial results come after those
+from decode attention, which joins them with its results for the rest of each context.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wa
 
 
 class SharedTiles(NamedTuple):
-    """Holds what tiles of tokens attend to."""
+    """Holds the prefixes of tiles of tokens."""
 
-    splits: Any  # [U, 8] as those of decode attention, but the first number is a place in `tokens`
+    splits: Any  # [U, 8] as in decode attention, but the first number is a place in `tokens`
     tokens: Any  # [M]
 
 
@@ -75,7 +75,7 @@ def shared_prefix_attention(
     *,
     tiling: tuple[int, int, int],  # positions at a time, warps, stages
 ) -> None:
-    """Attends with tiles of tokens, whose queries are rotated, and leaves what they find where `places` says."""
+    """Attends with tiles of tokens, whose queries are rotated, and stores their results at `places`."""
     shape = heads_of(cache, qkv, out)
     tile, warps, stages = tiling
     queries = queries_of(shape.group, places.tile_tokens)

@@ -1,7 +1,7 @@
 """GEMM of a few rows with a matrix, at the speed the matrix can be read.
 
 The matrix takes the tensor cores' long side and the rows its short one. Columns are split over several programs
-(split_k.py) when the matrix alone does not fill the device.
+(split_k.py) if the matrix does not fill the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.backend.cuda.kernels.split_k import SplitKScratch, sum_splits
 class Tiling(NamedTuple):
     """Says how a product is tiled: each program takes `rows` rows of the matrix."""
 
-    rows: int  # of the matrix, in one program
+    rows: int  # per program
     width: int  # columns at a time
     split: int  # programs that share the columns
     warps: int

@@ -1,6 +1,6 @@
 """Split-K: several programs share the columns of one tile of a product.
 
-Where a matrix alone does not fill the device, its columns are split over programs. Each leaves its sums behind; the
+If a matrix does not fill the device, its columns are split over programs. Each leaves its sums behind; the
 last one to finish adds them up in order, so that the result does not depend on which one it was.
 """
 
@@ -32,7 +32,7 @@ class SplitKScratch(NamedTuple):
 
 def row_blocks(count: int, rows: int, split: int, block: int) -> Iterator[slice]:
     """Yields slices of `count` rows, multiples of `block` but for the last, whose partial sums fit the scratch memory
-    in a product with a matrix of so many rows."""
+    in a product with a matrix of `rows` rows."""
     most = MAX_PARTIALS // (split * rows)
     size = count if split == 1 or count <= most else max(most // block, 1) * block
     return (slice(first, min(first + size, count)) for first in range(0, count, max(size, 1)))
@@ -66,7 +66,7 @@ def joined(total, line, item, wanted, rows, count, scratch, SPLIT: tl.constexpr)
 
 @triton.jit
 def store_tile(total, line, item, wanted, rows, bias, out, out_stride, BIAS: tl.constexpr):
-    """Adds the bias and stores what is `wanted` of the tile [line, item] of the output, which is [count, rows]."""
+    """Adds the bias and stores the `wanted` part of the tile [line, item] of the output, which is [count, rows]."""
     if BIAS:
         total += tl.load(bias + line, line < rows, 0.0)
     tl.store(out + item * out_stride + line, total.to(out.dtype.element_ty), wanted)

@@ -14,12 +14,11 @@ import triton.language as tl
 from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wait_for_previous
 from penstock.backend.cuda.kernels.silu_and_mul import gelu, gelu_tanh, silu
 
-LEAST_SQUARE = 1e-5  # of a stream that is scaled
+LEAST_SQUARE = 1e-5  # mean square of a scaled stream, at least
 
 
 @triton.jit
 def activated(x, ACT: tl.constexpr):
-    """Returns the activation of x that ACT names."""
     if ACT == "gelu":
         return gelu(x)
     elif ACT == "gelu_tanh":

@@ -18,7 +18,7 @@ def _token_logprobs(logits, tokens, out, vocab, CHUNK: tl.constexpr, PDL: tl.con
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, CHUNK)
     highest = tl.full((CHUNK,), -float("inf"), tl.float32)
-    total = tl.zeros((CHUNK,), tl.float32)  # of e^(logit - highest), in each lane
+    total = tl.zeros((CHUNK,), tl.float32)  # sum of e^(logit - highest) in each lane
     wait_for_previous(PDL)
     for first in range(0, vocab, CHUNK):
         value = tl.load(logits + row * vocab + first + lane, first + lane < vocab, -float("inf")).to(tl.float32)

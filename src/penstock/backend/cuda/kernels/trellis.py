@@ -18,9 +18,9 @@ from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wa
 from penstock.backend.cuda.kernels.split_k import SplitKScratch, sum_splits
 from penstock.model.formats.trellis import FACTORS, MUL1, PLAIN
 
-LARGEST = tl.constexpr(65504.0)  # of float16
+LARGEST = tl.constexpr(65504.0)  # float16's
 ROOT = tl.constexpr(0.08838834764831845)  # 1 / sqrt(128)
-RUNS = 4  # of 128 values that a program, of one warp, rotates
+RUNS = 4  # 128 values each; a program has one warp
 
 
 class CodeBook(NamedTuple):
@@ -29,7 +29,7 @@ class CodeBook(NamedTuple):
     bits: int
     factor: int
     added: int
-    bytes: bool  # of the product are added up, and not its halves
+    bytes: bool  # adds up bytes of the product, not halves
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,12 @@ class Tiling(NamedTuple):
     """Says how a product is tiled."""
 
     items: int  # rows of x in one program
-    rows: int  # of the weight: 16 to 128
+    rows: int  # rows of the weight per program: 16 to 128
     split: int  # programs that share the columns of a tile
     warps: int
 
 
 def code_book_of(kind: str, bits: int) -> CodeBook:
-    """Returns the code book of this name."""
     return CodeBook(bits, FACTORS[kind], 64248484 if kind == PLAIN else 0, kind == MUL1)
 
 
