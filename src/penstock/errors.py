@@ -1,37 +1,37 @@
-"""Every error a user can meet.
+"""Every error that a user can see.
 
 PenstockError                 code, message; one line, no traceback at the command line
-├── InvalidRequest            the caller sent something that cannot be done       HTTP 400
+├── InvalidRequest            the request is invalid                            HTTP 400
 │   ├── ContextTooLong        prompt and answer do not fit in the context
-│   ├── InvalidGrammar        a schema, regex or grammar that answers cannot be held to
-│   ├── AdapterError          an adapter that does not fit the model, or whose name is in use
-│   └── WeightsError          weights that cannot take the place of the loaded ones
-├── NotSupported              a route of another server that this one does not have  HTTP 501
-├── Unauthorized              a key is needed, and none or a wrong one was sent    HTTP 401
-├── Forbidden                 the key is good, but not for this                   HTTP 403
-├── RateLimited               the key's limit is met for now                      HTTP 429
-│   └── WaitTooLong           it would begin too late: others wait before it
-├── NotFound                  there is nothing by that name                       HTTP 404
-│   ├── Gone                  there was, and it is kept no more                   HTTP 410
+│   ├── InvalidGrammar        the schema, regex or grammar cannot be enforced
+│   ├── AdapterError          the adapter does not fit the model, or its name is in use
+│   └── WeightsError          the new weights do not match the loaded ones
+├── NotSupported              the route of another server is not implemented    HTTP 501
+├── Unauthorized              the API key is missing or wrong                   HTTP 401
+├── Forbidden                 the client lacks the right for this request       HTTP 403
+├── RateLimited               the key's limit is reached                        HTTP 429
+│   └── WaitTooLong           the expected wait for the first token is too long
+├── NotFound                  no such object                                    HTTP 404
+│   ├── Gone                  the object was deleted or has expired             HTTP 410
 │   ├── ModelNotFound         no such model, here or at its source
-│   └── AdapterNotFound       no adapter is registered by that name
+│   └── AdapterNotFound       no such adapter
 ├── ModelError                the model's files are damaged or not supported
-│   ├── MalformedFile         truncated, wrong magic, offsets outside the file ...
-│   └── UnsupportedModel      a well-formed file that this engine cannot run
+│   ├── MalformedFile         the file is damaged: truncated, wrong magic, offsets outside ...
+│   └── UnsupportedModel      the file is well-formed, but its model is not supported
 ├── DownloadError             a model could not be fetched or did not match its checksum
-├── ConfigError               settings that cannot work together or on this machine
-│   └── KvLossTooLarge        a KV cache of fewer than 16 bits changes predictions too much
-├── KvLayoutMismatch          KV blocks of a cache that is laid out in another way
-├── StepFailed                the step that computed a request failed             HTTP 500
-│   ├── PoisonedRequest       its step killed the engine process each time it was tried
-│   ├── OutOfMemory           there was no memory for it
-│   └── NotFinite             what it computed are no finite numbers
-├── Overloaded                as many wait already as may                         HTTP 503
+├── ConfigError               settings contradict each other or this machine
+│   └── KvLossTooLarge        a KV cache below 16 bits changes predictions too much
+├── KvLayoutMismatch          KV blocks come from a cache with another layout
+├── StepFailed                the request's step failed                         HTTP 500
+│   ├── PoisonedRequest       the request killed the engine process each time it ran
+│   ├── OutOfMemory           memory ran out
+│   └── NotFinite             the logits are not finite
+├── Overloaded                the limit of waiting requests is reached          HTTP 503
 ├── EngineUnavailable         the engine process is starting, restarting or gone  HTTP 503
-│   └── DeviceLost            the device computes nothing any more after an error
-└── StorageFailed             files and batches cannot be read or kept            HTTP 500
+│   └── DeviceLost            the device failed, and its process must be restarted
+└── StorageFailed             files and batches cannot be read or written       HTTP 500
 
-A message says what happened, what was got and what to do.
+A message has the problem, the value and the remedy.
 """
 
 from __future__ import annotations

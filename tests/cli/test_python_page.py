@@ -13,7 +13,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "python.md"
 EXAMPLES = re.findall(r"^## ([^\n]*)\n```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
 ABOUT = {
     "Generate": r"The capital of France is -> .*\nOne, two, three, -> ",
-    "Chat, and text as it comes": r"\S",
+    "Chat and streaming": r"\S",
     "Structured output": r'\{\s*"year":\s*-?\d+.*\d\d\d\d-\d\d\n$',
     "Embeddings, scores and labels": r"576\nTrue\n",
     "Beam search": r"\[\('The capital of France is Paris.*', -\d+\.\d+\), \('The capital of France is",
