@@ -124,7 +124,7 @@ def test_prompts_and_answers_in_one_step(
 def test_copies_count_as_workspace() -> None:
     spec = spec_for("F32")
     spec = replace(spec, attn=replace(spec.attn, head_dim=64), layer_attn=())
-    how = {"device": DEVICE, "dtype": HALF, "properties": HOPPER.device}
+    how = {"device": DEVICE, "dtype": HALF, "tilings": Tilings.of(HOPPER.device)}
     plain, copying = (CudaBackend(512, 8, kv=kv, **how).footprint(spec, []).workspace for kv in ("auto", "int8"))
     expansion = kv_expansion_of(spec.cached_attention, 512, HOPPER)
     assert copying - plain == expansion.bytes == MOST_PER_TOKEN * 512 * 4 * spec.attn.kv_width + 4 * TABLE_WORDS

@@ -218,7 +218,7 @@ class StoredAs(NamedTuple):
 
 
 class Footprint(NamedTuple):
-    """Predicts the memory of a model on a device, in bytes."""
+    """Holds the predicted memory of a model on a device, in bytes."""
 
     device: str  # its name
     total: int

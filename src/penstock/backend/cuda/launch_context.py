@@ -22,7 +22,7 @@ from penstock.model.spec import ExpertSpec, RopeSpec
 
 
 @dataclass(slots=True)
-class KvMemory:
+class ReservedKv:
     """Holds a program's KV cache. By default none is reserved."""
 
     groups: Mapping[int, int] = field(default_factory=dict)  # the KV group of each layer
@@ -47,7 +47,7 @@ class Memory:
     expansion: MlaExpansion | KvExpansion | None  # how contexts of prompts are expanded; None: they are not
     copies: KvCopies | None  # copied contexts of a cache with 8 bits
     split_kv: SplitKV  # partial results of decode attention over long contexts
-    kv: KvMemory = field(default_factory=KvMemory)
+    kv: ReservedKv = field(default_factory=ReservedKv)
 
     def reserve_arrivals(self, count: int) -> None:
         """Makes room for `count` counters of finished splits, one for each KV head of each split."""

@@ -15,7 +15,7 @@ from penstock.backend.cuda.kernels.prefill_attention import tokens_per_tile
 from penstock.backend.cuda.kernels.select_positions import LINES
 from penstock.backend.cuda.kv_cache import KvLayout, places_of, reserve_caches
 from penstock.backend.cuda.kv_expansion import BLOCK_SIZE, KvExpansion
-from penstock.backend.cuda.launch_context import KvMemory
+from penstock.backend.cuda.launch_context import ReservedKv
 from penstock.backend.cuda.mla_expansion import MlaExpansion
 from penstock.backend.cuda.pooling import PoolingSums
 from penstock.backend.cuda.program import CudaProgram, SharedMemory
@@ -96,7 +96,7 @@ class LoadedProgram:
         self.graphs.forget()
         self.groups = max(len(groups), 1)
         of_layers = {layer: number for number, group in enumerate(groups) for layer in group.layers}
-        memory.kv = KvMemory(
+        memory.kv = ReservedKv(
             groups=dict.fromkeys(self.program.layers, 0) | of_layers,
             hidden_group=next((number for number, group in enumerate(groups) if not group.window), 0),
         )

@@ -1,4 +1,4 @@
-"""Gated delta nets: a short convolution, the delta rule, and a gated norm of its output.
+"""Computes gated delta nets: a short convolution, the delta rule, and a gated norm of its output.
 
 What does not depend on the token before is computed for all tokens at once, ahead of the delta rule: the convolution,
 and the length of keys and queries. Rows of a few tokens then pass through their states token by token (delta_rule.py),
@@ -73,7 +73,7 @@ def _short_conv(
 def _gated_norm(
     raw, z, gain, out, eps, stride, V_DIM: tl.constexpr, SIGMOID: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Norms each head of the delta rule's output, and gates it by silu(z) or sigmoid(z)."""
+    """Applies the norm to each head of the delta rule's output, and the gate silu(z) or sigmoid(z)."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)

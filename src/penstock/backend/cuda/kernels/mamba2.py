@@ -258,7 +258,7 @@ def _gate_and_norm(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Gates the states' output by silu(z), and norms `width` values of one token."""
+    """Applies the gate silu(z) to the states' output, and the norm to `width` values of one token."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
