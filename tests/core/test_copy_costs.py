@@ -14,6 +14,7 @@ from penstock.core.step_cost import PromptCost
 from penstock.core.tiers import CopyCosts
 from penstock.types import StepPlan
 from tests.core.world import answer, limits
+from tests.examples import examples
 
 SIZE, LENGTH = 4, 512  # tokens of a block, and of a sequence at most
 SOON = 40  # requests of this length after which a rate that has changed by 10 is known
@@ -73,7 +74,7 @@ def prompt(number: int, length: int = LENGTH - 4) -> tuple[int, ...]:
     return (number,) * length
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(rates, st.floats(0.0, 1e-4), rates, rates, st.integers(2 * SIZE, LENGTH - 4), st.integers(0, LENGTH // SIZE))
 def test_no_plan_is_dearer_than_computing_or_copying_everything(
     token: float, pair: float, out: float, into: float, length: int, kept: int

@@ -20,6 +20,7 @@ from penstock.core.tiers import CopyCosts
 from penstock.types import Claim, Finished, Limits, RowResult, StepResult, blocks_for
 from tests.core.test_step_cost import learned
 from tests.core.world import counts, limits, run, step
+from tests.examples import examples
 
 TRACES = json.loads((Path(__file__).parent / "data" / "traces.json").read_text())
 STOP = 99
@@ -88,7 +89,7 @@ def forecast(some: Limits) -> MemoryForecast:
     return MemoryForecast(some, AnswerLengths())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.sampled_from([(0,), (0, 5), (6, 1), (0, 0, 3, 17)]), st.integers(1, 40), st.integers(1, 20))
 def test_blocks_are_counted_as_a_sequence_of_each_length_holds_them(
     windows: tuple[int, ...], prompt: int, answer: int

@@ -33,8 +33,8 @@ from penstock.types import (
     blocks_for,
 )
 from tests.engine.guesses import RandomDrafting
+from tests.examples import examples
 
-EXAMPLES = settings.default.max_examples  # 100, unless the profile has others
 VOCAB = 97  # small, so that stop tokens are met
 WINDOWS = ((0,), (0,), (0, 5), (0, 8, 8), (0, 0, 3, 17), (4,), (6, 1))
 
@@ -239,26 +239,26 @@ def following(context: tuple[int, ...], limits: Limits) -> int:
     return (next_token(context, VOCAB, limits.windows) + (gathered(context) if limits.states else 0)) % VOCAB
 
 
-@settings(max_examples=4 * EXAMPLES)
+@settings(max_examples=examples(400))
 @given(worlds())
 def test_each_request_answers_as_if_alone(world: World) -> None:
     run_world(world)
 
 
-@settings(max_examples=EXAMPLES)
+@settings(max_examples=examples(100))
 @given(worlds(), st.randoms(use_true_random=False))
 def test_each_request_answers_as_if_alone_while_the_order_changes(world: World, random: Random) -> None:
     run_world(world, Shuffles(world[0], random))
 
 
-@settings(max_examples=EXAMPLES)
+@settings(max_examples=examples(100))
 @given(worlds().filter(lambda world: not world[0].windows[0]).map(encoding))
 def test_each_text_of_an_encoder_answers_as_if_alone(world: World) -> None:
     stats = run_world(world).stats()
     assert stats.cached_tokens == stats.blocks_cached == 0
 
 
-@settings(max_examples=3 * EXAMPLES)
+@settings(max_examples=examples(300))
 @given(worlds(), st.randoms(use_true_random=False))
 def test_each_request_answers_as_if_alone_whatever_is_drafted(world: World, random: Random) -> None:
     limits, _, requests = world

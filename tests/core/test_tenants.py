@@ -15,6 +15,7 @@ from penstock.core import Scheduler, Sequence, SequenceParams
 from penstock.core.tenants import MOST_IDLE, PER_GENERATED, Tenants, Turns
 from penstock.types import Claim, Event, Finished, Limits, StepPlan, Tokens
 from tests.core.world import counts, limits, run, step
+from tests.examples import examples
 
 Size = tuple[int, int]  # tokens of a prompt, and of its answer
 
@@ -73,7 +74,7 @@ def sizes_of(random: Random, prompt: int, answer: int) -> Iterator[Size]:
         yield random.randint(1, prompt), random.randint(1, answer)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(
     st.randoms(use_true_random=False),
     st.tuples(st.integers(1, 40), st.integers(1, 20)),

@@ -22,6 +22,7 @@ from tests.core.test_memory_forecast import Greedy
 from tests.core.test_properties import VOCAB, Arrival, Shuffles, World, beyond, run_world
 from tests.core.world import answer, limits, run, step
 from tests.engine.guesses import RandomDrafting
+from tests.examples import examples
 
 WINDOWS = ((0,), (0,), (0, 5), (0, 8, 8), (0, 0, 3, 17), (4,), (6, 1))
 CONVERSATIONS = [tuple(range(20)), tuple(range(50)), (*range(50), *range(10)), (9,) * 60, (8,) * 50]
@@ -67,7 +68,7 @@ def crowded_worlds(draw: st.DrawFn) -> World:
     return limits, draw(st.sampled_from([0, 1])), requests
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120))
 @given(crowded_worlds(), st.randoms(use_true_random=False), st.sampled_from(["", "order", "drafts", "trials"]))
 def test_each_request_answers_as_if_alone_whatever_lies_on_the_host(world: World, random: Random, kind: str) -> None:
     limits = world[0]

@@ -24,6 +24,7 @@ from penstock.types import Finished, Limits, Request, SamplingParams, StepResult
 from penstock.types.messages import UpdateWeights
 from tests.core.test_properties import VOCAB, Answer, Arrival, Shuffles, World, alone, note, worlds
 from tests.engine.guesses import RandomDrafting
+from tests.examples import examples
 
 LIMITS = Limits(max_len=64, max_rows=4, step_tokens=16, block_size=4, num_blocks=16, vocab=VOCAB)
 PROMPT = tuple(range(13))
@@ -147,7 +148,7 @@ FILLED_IN = Arrival(0, (1, 2, 3, *range(20, 40)), 34, frozenset(), 1, "tenant", 
 SMALL_WINDOWS = LIMITS._replace(max_len=100, step_tokens=37, block_size=16, num_blocks=3, windows=(6, 1), host_places=1)
 
 
-@settings(max_examples=90, deadline=None)
+@settings(max_examples=examples(90))
 @example((SMALL_WINDOWS, 1, [FILLED_IN, FILLED_IN]), Random(0))
 @given(worlds(), st.randoms(use_true_random=False))
 def test_whenever_engines_are_killed_answers_are_those_of_engines_that_live(world: World, random: Random) -> None:

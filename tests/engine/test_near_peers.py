@@ -10,13 +10,14 @@ import pytest
 
 from penstock.backend.fake import FakeBackend
 from penstock.config import Config
+from penstock.core import check
 from penstock.core.incoming import take_in
 from penstock.engine.assemble import assemble
 from penstock.engine.kv_disk import loading
 from penstock.engine.kv_transfer.cuda_ipc import CudaIpcListener
 from penstock.engine.kv_transfer.peers import PeerBlocks, TransferOptions, offer_addresses
 from penstock.engine.loop import advance
-from penstock.errors import ConfigError
+from penstock.errors import ConfigError, StepFailed
 from penstock.planning.memory_plan import all_states
 from penstock.types import Aborted, BlockOffer, Offered, Request, SamplingParams
 from penstock.types.messages import Prefill, Release
@@ -265,6 +266,25 @@ def test_what_makes_room_for_copied_blocks_goes_to_host_memory_first(start: Star
         second.answer(*prompt)
     assert second.answer(*PROMPT, pull=first.offer(*PROMPT)).cached == 40
     assert dict(second.answer(*others[0]).reused)["ram"] > 0
+
+
+def test_a_pull_whose_room_cannot_be_made_is_computed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = start(), start(num_blocks=32, host_places=64)
+    first.answer(*PROMPT)
+    others = [tuple(range(at, at + 61)) for at in (2, 30)]
+    for prompt in others:
+        second.answer(*prompt)
+    blocks = second.engine.host.blocks
+
+    def fail(copies: Sequence[object]) -> None:
+        monkeypatch.undo()
+        raise StepFailed("the copy failed")
+
+    monkeypatch.setattr(blocks, "carry_out", fail)
+    assert second.answer(*PROMPT, pull=first.offer(*PROMPT)).cached == 0
+    assert second.counts.failures == (("failed_copy", 1),)
+    check(second.engine.scheduler)
+    assert second.answer(*others[0]).cached == 0  # nobody knows which blocks were copied
 
 
 def test_a_slow_engine_is_given_up_and_its_offer_ends(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,9 +114,10 @@ class Client(Answer):
         return TextStream(VOCABULARY, self.stop)
 
     def begin_era(self, weights: int, tokens: int, scored: int, mu: float | None, mixed: bool) -> None:
-        """Notes that other weights, or another engine, compute the rest."""
+        """Notes that other weights, or another engine, compute the rest. Eras of which nothing was delivered, perhaps
+        because the engine died first, are forgotten."""
         era = Era(tokens, scored, weights, mu, mixed)
-        if self.eras and self.eras[-1][:2] == era[:2]:
+        while self.eras and self.eras[-1][:2] >= era[:2]:
             self.eras.pop()
         self.eras.append(era)
 

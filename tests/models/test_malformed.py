@@ -16,6 +16,7 @@ from penstock.errors import MalformedFile, ModelNotFound, PenstockError, Unsuppo
 from penstock.model.dequantize import dequantize
 from penstock.model.gguf.reader import read_gguf
 from penstock.model.load import load_model, open_checkpoint
+from tests.examples import examples
 
 MEGABYTE = 1 << 20
 
@@ -217,7 +218,7 @@ def damaged(data: bytes, changes: list[tuple[int, bytes]]) -> bytes:
     return bytes(out)
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=examples(500))
 @given(changes=damage(len(SOUND_HEAD)))
 def test_damaged_headers(scratch, changes):
     within(MEGABYTE, lambda: read_all(rewrite(scratch, damaged(SOUND, changes))))
@@ -229,13 +230,13 @@ def test_truncated_anywhere(scratch):
             read_gguf(rewrite(scratch, SOUND[:size]))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(st.binary(max_size=300).map(lambda data: head(1, 2) + data))
 def test_noise_after_the_head(scratch, data):
     within(MEGABYTE, lambda: read_all(rewrite(scratch, data)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(changes=damage(1790))
 def test_damaged_models(goldens, scratch, changes):
     """The header of a whole model: metadata may be sound as such and make no sense as a model."""
@@ -243,7 +244,7 @@ def test_damaged_models(goldens, scratch, changes):
     within(4 * MEGABYTE, lambda: open_all(rewrite(scratch, damaged(good, changes))))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(st.lists(st.text(max_size=12) | st.sampled_from(["", "\0", "\0" * 7, "a\0", "é" * 127, "x" * 255, "x" * 256])))
 def test_strings_of_any_kind_are_read_back(scratch, strings):
     """Vocabularies are read in one go; what is unlike a vocabulary, string by string."""

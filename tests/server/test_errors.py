@@ -10,6 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.examples import examples
+
 MODEL = "toy/parrot"
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -194,7 +196,7 @@ NAMES = [
 ]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     fields=st.dictionaries(st.sampled_from(NAMES), st.sampled_from(AWKWARD), max_size=3),
     path=st.sampled_from([CHAT, COMPLETIONS]),

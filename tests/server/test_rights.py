@@ -119,9 +119,24 @@ def test_metrics_are_for_keys_that_monitor(locked: Locked) -> None:
     assert get(locked, "/unload", locked.key("prometheus", monitor=True)).status_code == 403
 
 
+@pytest.mark.parametrize("path", ["/health", "/v1/health"])
+def test_a_probe_that_computes_needs_a_key(locked: Locked, path: str) -> None:
+    http = locked.server.http
+    assert http.get(f"{path}?generate=1").status_code == 401
+    assert http.get(f"{path}?generate=1", headers={"x-api-key": "no-such-key"}).status_code == 401
+    assert http.get(f"{path}?generate=0").json() == {"status": "ok"}
+    key = locked.key("prober")
+    assert get(locked, f"{path}?generate=1", key).json()["models"][0]["generated"] == "probe"
+
+
+def test_an_image_on_a_page_starts_no_probe_that_computes(parrot: Server) -> None:
+    assert parrot.http.get("/health?generate=1", headers=IMAGE).status_code == 403
+    assert parrot.http.get("/health?generate=1").status_code == 200
+
+
 def test_health_tells_names_to_those_who_may_know_them(locked: Locked) -> None:
     other, own = locked.key("other", models=("another",)), locked.key("own")
-    assert locked.server.http.get("/health?generate=1").json() == {"status": "ok"}
+    assert locked.server.http.get("/health").json() == {"status": "ok"}
     assert get(locked, "/health", "no-such-key").json() == {"status": "ok"}
     assert [model["name"] for model in get(locked, "/health", own).json()["models"]] == [MODEL]
     hidden = get(locked, "/health", other).json()

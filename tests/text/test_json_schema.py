@@ -16,6 +16,7 @@ from penstock.text.grammar.json_schema import rewrite
 from penstock.text.grammar.schema_negation import NotExpressible, negate
 from penstock.text.grammar.schema_normal import normalize
 from penstock.text.grammar.schema_validator import first_problem, matches
+from tests.examples import examples
 
 LEAF = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 AB = {"properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
@@ -250,7 +251,7 @@ SCHEMAS = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(SCHEMAS, VALUES)
 def test_a_negation_refuses_what_the_schema_accepts(schema: Any, value: Any) -> None:
     try:
@@ -261,7 +262,7 @@ def test_a_negation_refuses_what_the_schema_accepts(schema: Any, value: Any) -> 
     assert jsonschema.Draft202012Validator(refused).is_valid(value) != accepted
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(SCHEMAS, VALUES)
 def test_a_grammar_accepts_nothing_that_the_schema_refuses(tokenizer: Any, schema: Any, value: Any) -> None:
     try:

@@ -23,6 +23,7 @@ from penstock.text.parse import (
     schemas_of,
 )
 from penstock.text.tool_formats import PLAIN, TOOL_FORMATS, AnswerFormat, find_tool_format, reasoning_of
+from tests.examples import examples
 
 GOLDENS = json.loads((Path(__file__).parent / "data" / "calls.json").read_text())
 TOOLS = schemas_of(GOLDENS["tools"])
@@ -131,7 +132,7 @@ def cut(draw: st.DrawFn, text: str) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise([0, *places, len(text)])]
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250))
 @given(st.data())
 def test_no_way_of_cutting_changes_what_is_read(data: st.DataObject) -> None:
     name, text = data.draw(said())
@@ -142,7 +143,7 @@ def test_no_way_of_cutting_changes_what_is_read(data: st.DataObject) -> None:
     assert whole["open"] is None
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120))
 @given(said())
 def test_what_is_no_call_is_content_to_the_letter(case: tuple[str, str]) -> None:
     name, text = case
@@ -155,7 +156,7 @@ def test_what_is_no_call_is_content_to_the_letter(case: tuple[str, str]) -> None
         assert parse(format, text, tools=None)["content"] == text
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120))
 @given(said())
 @example(("llama", '{"name": "get_weather", "parameters": {"days": 3, "metric": tr'))
 def test_arguments_are_json_or_its_beginning(case: tuple[str, str]) -> None:
@@ -179,7 +180,7 @@ def is_json(text: str) -> bool:
     return True
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.text(max_size=60).filter(lambda text: "<think>" not in text), st.booleans())
 def test_plain_text_stays_as_it_is(text: str, tools: bool) -> None:
     for family in ("hermes", "glm", "mistral", "llama", "json"):

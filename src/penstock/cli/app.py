@@ -54,6 +54,7 @@ COMMANDS = {  # module and function of each; only the one that runs is imported
     "config": "configuration.config",
     "completion": "shell_completion.completion",
     "replay": "replay.replay",
+    "trace": "trace.trace",
     "fleet serve": "fleet_serve.serve",
     "fleet gateway": "fleet_serve.gateway",
     "fleet status": "fleet_control.status",

@@ -101,7 +101,7 @@ class StepPipeline:
             self.host.carry_out(plan)
         except Exception as error:
             self._fail(plan, error)
-            self._distrust_cache()
+            self.distrust_cache()
             return False
         return True
 
@@ -175,9 +175,10 @@ class StepPipeline:
             self._scheduler.abort(each.seq)
         self._emit(failed)
         if broken:
-            self._distrust_cache()
+            self.distrust_cache()
 
-    def _distrust_cache(self) -> None:
+    def distrust_cache(self) -> None:
+        """Empties the prefix cache, whose blocks may be wrong."""
         self._scheduler.cache.flush()
         for feature in self._features:
             feature.distrust_cache()

@@ -12,6 +12,8 @@ from starlette.responses import Response
 
 from penstock.errors import EngineUnavailable
 from penstock.ipc.client import EngineClient, EngineState
+from penstock.server.access.authentication import wants_generation
+from penstock.server.access.rights import Right, check_right
 from penstock.server.models import ModelPool
 from penstock.server.models.entry import ModelEntry
 from penstock.server.models.visible import may_see, may_use, unknown_model
@@ -73,10 +75,11 @@ async def hello(_: ModelPool, __: Request, ___: RequestContext) -> Response:
 
 async def health(pool: ModelPool, http: Request, context: RequestContext) -> Response:
     """Tells of the default model's engine or, in a fleet, of its `replicas`; of other `engines`; and in `models` of all
-    models that the request may know of. Without the key that others need it tells the status alone. With `generate=1`
-    it has every engine that is awake generate a token first."""
+    models that the request may know of. Without the key that others need it tells the status alone. With `generate=1`,
+    which needs a key, it has every engine that is awake generate a token first."""
     pool.refresh()
-    generate = http.query_params.get("generate", "0").lower() not in ("0", "false", "")
+    if generate := wants_generation(http.scope):
+        check_right(Right.USE, "generate=1", context.payer, context.page)
     entries = [entry for entry in pool.entries if may_see(context, entry)]
     models = [state_of(entry) for entry in entries]
     fleet = _replicas(next((client for _, client in pool.clients()), None))

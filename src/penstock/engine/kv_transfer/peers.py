@@ -87,20 +87,19 @@ class PeerBlocks(Feature):
         self._counts = PullCounts()
         self._pulls = NoPulls(self._counts)
         movable = host.states is not None or not limits.states
-        sharing = None if limits.states else backend.sharing  # states travel only through host memory
-        rows = backend.kv if isinstance(backend.kv, BlockRows) and not limits.states else None
-        if movable and (host.blocks is not None or sharing is not None or rows is not None):
+        direct = not limits.states and (backend.sharing is not None or isinstance(backend.kv, BlockRows))
+        if movable and (host.blocks is not None or direct):
             self._pulls = BlockPulls(
                 cache,
                 host,
                 limits,
+                backend.kv,
+                backend.sharing,
                 prompts,
                 chain,
                 options.identity,
                 self._counts,
-                len(backend.kv.export_blocks([0])),
-                sharing,
-                rows,
+                lambda: self.engine.pipeline.distrust_cache(),
             )
         self._prefills: dict[int, Prefill] = {}  # in progress; afterwards with the request that computed the prompt
         self._offers: BlockOffers | NoOffers = NoOffers()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, NamedTuple
 
+from penstock.backend.base import BlockMemory
 from penstock.backend.blocks.rows import BlockRows
 from penstock.backend.blocks.sharing import DeviceSharing
 from penstock.core import hashing
@@ -37,7 +38,7 @@ READERS = 2  # threads
 PATIENCE = 0.25  # share of the compute time before reading is judged
 HARM = 2.0  # times as long as computing takes, reading may take
 OTHER_MODEL, OTHER_PROMPT, NEW_WEIGHTS = "other_model", "other_prompt", "new_weights"
-NO_ROOM, GAP, SLOW = "no_room", "gap", "slow"
+NO_ROOM, GAP, SLOW, FAILED_COPY = "no_room", "gap", "slow", "failed_copy"
 
 
 class _Pull(NamedTuple):
@@ -105,28 +106,30 @@ class NoPulls:
 
 
 class BlockPulls(NoPulls):
-    """Reads the blocks of offers into places of the `host`, where `cache` finds them, or straight into blocks of the
-    device if these can be copied from `rows` or are on a shared device, unless `prompts` are computed sooner."""
+    """Reads offered blocks into places of the `host`, where `cache` finds them, or straight into `memory` if it has
+    rows or engines share its device, unless `prompts` are computed sooner. Calls `distrust` when cached blocks may be
+    wrong."""
 
     def __init__(
         self,
         cache: KvCache,
         host: HostMemory,
         limits: Limits,
+        memory: BlockMemory,
+        sharing: DeviceSharing | None,
         prompts: PromptCost,
         chain: hashing.Chain,
         identity: bytes,
         counts: PullCounts,
-        block_bytes: int,
-        sharing: DeviceSharing | None = None,
-        rows: BlockRows | None = None,
+        distrust: Callable[[], None],
     ) -> None:
         super().__init__(counts)
         self._cache = cache
         self._host = host.blocks
-        self._block_bytes = block_bytes
-        self._sharing = sharing
-        self._rows = rows
+        self._block_bytes = len(memory.export_blocks([0]))
+        self._sharing = None if limits.states else sharing  # states travel through host memory alone
+        self._rows = memory if isinstance(memory, BlockRows) and not limits.states else None
+        self._distrust = distrust
         self._size = limits.block_size
         self._groups = len(limits.windows)
         self._prompts = prompts
@@ -263,10 +266,15 @@ class BlockPulls(NoPulls):
         wanted = self._chains.wanted(len(load.places), load.first)[skipped:usable]
 
         def fill(blocks: list[list[int]]) -> int:
-            if evicted := self._cache.take_copies():
-                assert self._host is not None
-                self._host.carry_out(evicted)  # before what they were copied from is overwritten
-            return reader.fill(blocks, skipped)
+            try:
+                if evicted := self._cache.take_copies():
+                    assert self._host is not None
+                    self._host.carry_out(evicted)  # before what they were copied from is overwritten
+                return reader.fill(blocks, skipped)
+            except Exception:  # evicted blocks may not be on the host
+                reader.reason = FAILED_COPY
+                self._distrust()
+                return 0
 
         used = skipped
         if wanted:

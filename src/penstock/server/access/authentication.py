@@ -1,9 +1,10 @@
-"""Authenticates requests by API key: every route needs one, except the health probes and the page."""
+"""Authenticates requests by API key: every route needs one, except the page and the health probes that only read."""
 
 from __future__ import annotations
 
 import re
 
+from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -30,7 +31,7 @@ class Authentication:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        if scope["path"] in OPEN and scope["method"] in READING and not self._known(scope):
+        if _is_open(scope) and not self._known(scope):
             context_of(scope).anonymous = True
             return await self._app(scope, receive, send)
         account = None
@@ -60,6 +61,16 @@ class Authentication:
         if given:
             raise Unauthorized("the API key is not one of this server's: check it, or ask for one")
         raise Unauthorized("this server needs an API key: send it as `Authorization: Bearer KEY` or `x-api-key: KEY`")
+
+
+def _is_open(scope: Scope) -> bool:
+    """Returns whether a request needs no key."""
+    return scope["path"] in OPEN and scope["method"] in READING and not wants_generation(scope)
+
+
+def wants_generation(scope: Scope) -> bool:
+    """Returns whether a health probe asks that engines generate a token."""
+    return QueryParams(scope["query_string"]).get("generate", "0").lower() not in ("0", "false", "")
 
 
 def _admit(account: Account, scope: Scope) -> None:
