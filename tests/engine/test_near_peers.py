@@ -274,7 +274,7 @@ def test_a_pull_whose_room_cannot_be_made_is_computed(start: Start, monkeypatch:
     others = [tuple(range(at, at + 61)) for at in (2, 30)]
     for prompt in others:
         second.answer(*prompt)
-    blocks = second.engine.host.blocks
+    blocks = second.engine.pipeline.host.blocks
 
     def fail(copies: Sequence[object]) -> None:
         monkeypatch.undo()

@@ -114,6 +114,8 @@ class PeerBlocks(Feature):
         if isinstance(message, Offer):
             return [self._offers.offer(message)]
         if isinstance(message, Prefill):
+            if isinstance(self._offers, NoOffers):
+                return [Offered(message.id)]
             self.engine.handle(Add(self.prefill(message)))
         if isinstance(message, Release):
             self._offers.end(message.offer)
