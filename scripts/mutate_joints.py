@@ -176,8 +176,8 @@ GUARDS = (
     Guard(
         "the disk has nothing of new weights",
         "engine/kv_disk/prefixes.py",
-        "or weights.updates or record.pooling",
-        "or record.pooling",
+        "or weights.updates or record.pools_from_start",
+        "or record.pools_from_start",
         "tests/engine/test_kv_disk.py::test_updated_weights_use_no_files",
     ),
     Guard(
