@@ -196,7 +196,7 @@ GUARDS = (
     ),
     Guard(
         "an embedding of the first token reads the prompt's beginning",
-        "engine/record.py",
+        "engine/request_record.py",
         'return self.pooling in ("mean", "cls")',
         'return self.pooling == "mean"',
         "tests/engine/test_pooling.py",
