@@ -176,8 +176,8 @@ GUARDS = (
     Guard(
         "the disk has nothing of new weights",
         "engine/kv_disk/prefixes.py",
-        "or weights.updates or record.pooling",
-        "or record.pooling",
+        "or weights.updates or record.pools_from_start",
+        "or record.pools_from_start",
         "tests/engine/test_kv_disk.py::test_updated_weights_use_no_files",
     ),
     Guard(
@@ -196,7 +196,7 @@ GUARDS = (
     ),
     Guard(
         "an embedding of the first token reads the prompt's beginning",
-        "engine/record.py",
+        "engine/request_record.py",
         'return self.pooling in ("mean", "cls")',
         'return self.pooling == "mean"',
         "tests/engine/test_pooling.py",

@@ -59,7 +59,7 @@ class PrefixNode:
         self.holders = 1
         self.window_holders = window_holders  # by layer group; counted for windowed groups only
         self.kept = False  # its windowed blocks are worth keeping: streams are likely to begin after them
-        self.hash = b""  # its chain hash, where anyone watches
+        self.hash = b""  # its chain hash, if it is known
         self.stored = False  # watchers know that it is there
 
     @property

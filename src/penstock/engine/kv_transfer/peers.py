@@ -114,7 +114,7 @@ class PeerBlocks(Feature):
         if isinstance(message, Offer):
             return [self._offers.offer(message)]
         if isinstance(message, Prefill):
-            if self._offers is None:
+            if isinstance(self._offers, NoOffers):
                 return [Offered(message.id)]
             self.engine.handle(Add(self.prefill(message)))
         if isinstance(message, Release):

@@ -106,9 +106,9 @@ class NoPulls:
 
 
 class BlockPulls(NoPulls):
-    """Reads the blocks of offers into places of the `host`, where `cache` finds them, or straight into `memory` if it
-    has rows or engines share its device, unless `prompts` are computed sooner. Calls `distrust` when cached blocks may
-    be wrong."""
+    """Reads offered blocks into places of the `host`, where `cache` finds them, or straight into `memory` if it has
+    rows or engines share its device, unless `prompts` are computed sooner. Calls `distrust` when cached blocks may be
+    wrong."""
 
     def __init__(
         self,
