@@ -40,7 +40,7 @@ from penstock.engine.kv_transfer.peers import TransferOptions
 from penstock.engine.lora.adapters import Adapters
 from penstock.engine.low_priority import run_yielding
 from penstock.errors import OutOfMemory, WeightsError
-from penstock.model.adapters import AdapterBase
+from penstock.model.adapter_files import AdapterBase
 from penstock.model.classifier import limits_of_labels
 from penstock.model.draft import group_of, open_draft
 from penstock.model.eagle import EagleHead

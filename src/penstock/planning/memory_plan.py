@@ -10,7 +10,7 @@ from typing import NamedTuple
 from penstock.backend.base import Footprint, Tuner
 from penstock.config import AUTO, Config, Device, parse_adapter, total_memory
 from penstock.errors import ConfigError
-from penstock.model.adapters import adapter_bytes
+from penstock.model.adapter_files import adapter_bytes
 from penstock.model.load import Checkpoint
 from penstock.model.spec import ModelSpec
 from penstock.planning.limits import resolve
