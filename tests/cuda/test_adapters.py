@@ -20,7 +20,7 @@ from penstock.backend.cuda.inputs import Shape
 from penstock.backend.cuda.pack_low_rank import UpdateSizes, pack_update
 from penstock.backend.ref import RefBackend
 from penstock.backend.ref.cases import difference
-from penstock.model.adapters import AdapterBase, read_adapter, updates_of
+from penstock.model.adapter_files import AdapterBase, read_adapter, updates_of
 from penstock.model.families.llama import build
 from penstock.model.load import load_placed, open_checkpoint
 from penstock.model.low_rank import LowRankPart, LowRankUpdate, Placement

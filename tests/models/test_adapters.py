@@ -21,7 +21,7 @@ from penstock.backend.quantize_at_load import quantized
 from penstock.backend.ref import RefBackend
 from penstock.config import configure
 from penstock.errors import AdapterError
-from penstock.model.adapters import (
+from penstock.model.adapter_files import (
     REORDERED_PAIRS,
     SAME_PAIRS,
     AdapterBase,

@@ -11,7 +11,7 @@ import pytest
 
 from penstock.backend.ref import RefBackend
 from penstock.errors import AdapterError
-from penstock.model.adapters import AdapterBase, read_adapter
+from penstock.model.adapter_files import AdapterBase, read_adapter
 from penstock.model.load import load_placed, open_checkpoint
 from penstock.model.module_pattern import MAX_EXPRESSIONS, MAX_LENGTH, MAX_PATTERNS
 from penstock.model.peft_config import read_peft_config

@@ -101,7 +101,7 @@ def _root(ref: str, modelfile: Path | None) -> DerivedModel:
 def _adapter(path: Path) -> str:
     """Returns an adapter's path; raises if it does not exist. Loading the model checks whether it fits."""
     from penstock.errors import AdapterNotFound
-    from penstock.model.adapters import missing_text, tensors_of
+    from penstock.model.adapter_files import missing_text, tensors_of
 
     if not tensors_of(path).is_file():
         raise AdapterNotFound(missing_text(path))

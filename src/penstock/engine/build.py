@@ -30,7 +30,7 @@ from penstock.engine.kv_reservation import described_cache, reserve_kv
 from penstock.engine.kv_transfer.peers import transfer_options
 from penstock.engine.lora.feature import open_adapters
 from penstock.engine.model_loading import load_weights, open_configured
-from penstock.model.adapters import AdapterBase
+from penstock.model.adapter_files import AdapterBase
 from penstock.model.draft import open_draft
 from penstock.model.load import Checkpoint
 from penstock.model.mtp_head import beside

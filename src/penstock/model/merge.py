@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.errors import AdapterError
 from penstock.model import names
-from penstock.model.adapters import AdapterBase, LoraAdapter, merged, read_adapter
+from penstock.model.adapter_files import AdapterBase, LoraAdapter, merged, read_adapter
 from penstock.model.dequantize import dequantize
 from penstock.model.gguf.export import DROPPED, Export, FileTensor, Unpacked, pending_tensor
 from penstock.model.gguf.shards import read_shards

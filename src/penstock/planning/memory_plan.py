@@ -11,7 +11,7 @@ from penstock.backend.base import Footprint, Tuner
 from penstock.backend.devices import device_kind
 from penstock.config import AUTO, Config, parse_adapter, total_memory
 from penstock.errors import ConfigError
-from penstock.model.adapters import adapter_bytes
+from penstock.model.adapter_files import adapter_bytes
 from penstock.model.load import Checkpoint
 from penstock.model.spec import ModelSpec
 from penstock.planning.limits import resolve

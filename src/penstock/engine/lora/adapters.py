@@ -16,7 +16,7 @@ from penstock.backend.base import AdapterSlots
 from penstock.config import available_memory
 from penstock.engine.background_reader import Reader, Reading
 from penstock.errors import AdapterError, AdapterNotFound, Overloaded, PenstockError
-from penstock.model.adapters import AdapterBase, adapter_bytes, read_adapter, updates_of
+from penstock.model.adapter_files import AdapterBase, adapter_bytes, read_adapter, updates_of
 from penstock.types import AdapterInfo, AdapterRequests, AdapterUse
 
 MAX_NAME = 256  # characters

@@ -14,7 +14,7 @@ from penstock.engine.lora.adapters import Adapters
 from penstock.engine.request_record import RequestRecord
 from penstock.engine.waiting import PATIENCE, Need
 from penstock.errors import NotSupported, PenstockError
-from penstock.model.adapters import AdapterBase
+from penstock.model.adapter_files import AdapterBase
 from penstock.planning.memory_plan import adapter_memory
 from penstock.types import AdapterInfo, AdapterList, Event, Failed
 from penstock.types.messages import ListAdapters, RegisterAdapter, UnregisterAdapter

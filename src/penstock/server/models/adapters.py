@@ -16,7 +16,7 @@ from penstock import store
 from penstock.config import AdapterOption
 from penstock.errors import AdapterError, AdapterNotFound, PenstockError
 from penstock.ipc.client import EngineClient
-from penstock.model.adapters import adapter_bytes, missing_text, tensors_of
+from penstock.model.adapter_files import adapter_bytes, missing_text, tensors_of
 from penstock.server.context.request_context import RequestContext
 from penstock.server.models.entry import ModelEntry
 from penstock.server.models.served_model import UNLISTED, ServedModel
