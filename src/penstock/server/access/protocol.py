@@ -31,11 +31,11 @@ MAX_PIPELINED = 128  # requests that wait for their turn on a connection: more t
 MAX_ALL_PIPELINED = 4096  # the same on all connections: about 12 MiB
 IDLE_SECONDS = 20.0  # without a request: longer than clients keep a connection (httpx: 5), so that they close it first
 HEAD_SECONDS = 20.0  # from a request's first byte to the end of its headers
-STALLED_SECONDS = 30.0  # that a client may leave unread what is sent
+STALLED_SECONDS = 30.0  # allowed without the client reading
 PROBE_SECONDS = 0.25  # between looks whether a client that has sent all it will is still there
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
-max_connections = 2**20  # of one server; `penstock serve` sets it to what the limit on open files allows
+max_connections = 2**20  # `penstock serve` derives it from the limit on open files
 
 
 @dataclass
@@ -47,7 +47,7 @@ class SharedState:
     buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(MAX_READ)))
     pipelined: int = 0  # requests that wait for their turn on their connection
     heads: dict[BoundedProtocol, int] = field(default_factory=dict)  # bytes of those not whole, the oldest first
-    head_bytes: int = 0  # of all of them
+    head_bytes: int = 0  # total
 
 
 _common: WeakKeyDictionary[ServerState, SharedState] = WeakKeyDictionary()

@@ -31,7 +31,7 @@ class ChatTurn:
     def __init__(self, requests: Sequence[Request], deltas: Deltas, parsers: Sequence[AnswerParser | None]) -> None:
         self.requests = requests
         self.deltas = deltas
-        self.reasoning_tokens = 0  # of all choices, as far as `parts` has seen them
+        self.reasoning_tokens = 0  # all choices together, as far as `parts` has seen them
         self._parsers = parsers
 
     @property

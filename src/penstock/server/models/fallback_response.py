@@ -19,8 +19,8 @@ from penstock.errors import (
 from penstock.server.context.request_context import RequestContext
 from penstock.server.telemetry.metrics import Metrics
 
-UNANSWERED = (EngineUnavailable, Overloaded, RateLimited, ModelNotFound)  # by which nobody says no to the request
-UNFIT = (Forbidden, NotSupported)  # by which a fallback leaves a request to the next one
+UNANSWERED = (EngineUnavailable, Overloaded, RateLimited, ModelNotFound)  # errors that are not about the request itself
+UNFIT = (Forbidden, NotSupported)  # errors of a fallback that cannot serve the request
 
 Answer = Callable[[str | None], Awaitable[Response]]
 

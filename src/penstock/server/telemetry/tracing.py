@@ -34,7 +34,7 @@ OPERATIONS = {
     "/api/embed": "embeddings",
     "/api/embeddings": "embeddings",
 }
-EXPORT_SECONDS = 2.0  # for the last spans when the server ends
+EXPORT_SECONDS = 2.0  # to send the last spans at shutdown
 
 
 def traces_to(url: str) -> Traces:
@@ -61,7 +61,7 @@ class RequestSpan:
         self.operation = operation
         self.finished: list[FinishedRequest] = []
         self._tracer = tracer
-        self._engines: dict[int, Span] = {}  # by the engine's request: the span of the engine that has it
+        self._engines: dict[int, Span] = {}  # engine's request -> span of its engine
         self._waited: set[int] = set()  # the engine's requests whose wait has a span
 
     def place(self, id: int, placement: RequestPlacement) -> None:

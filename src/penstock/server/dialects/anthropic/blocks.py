@@ -101,7 +101,7 @@ TEXTS: dict[str, type[Any]] = {
     "document": AnthropicDocument,
     "search_result": AnthropicSearchResult,
 }
-BLOCKS: dict[str, dict[str, type[Any]]] = {  # by role: the types of blocks that it may have
+BLOCKS: dict[str, dict[str, type[Any]]] = {  # role -> allowed types of blocks
     "system": {"text": AnthropicText},
     "user": TEXTS | {"tool_result": AnthropicToolResult},
     "assistant": {"text": AnthropicText, "thinking": AnthropicThinking, "tool_use": AnthropicToolUse},

@@ -36,7 +36,7 @@ from penstock.server.models.served_model import ServedModel
 from penstock.text import Delta, Tokenizer
 from penstock.types import AdapterUse, Request, TokenLogprob
 
-MAX_PROMPTS = 1024  # with all their answers, in one request
+MAX_PROMPTS = 1024  # in one request, times the number of answers
 
 NO_EFFECT: NoEffect = {
     "audio_data": ([],),
@@ -192,7 +192,7 @@ class SglangMeta(msgspec.Struct):
     finish_reason: SglangFinish | None = None
     completion_tokens: int = 0
     cached_tokens: int = 0
-    weight_version: str | UnsetType = UNSET  # of the weights that computed its end; at the end
+    weight_version: str | UnsetType = UNSET  # in the last chunk: the weights at its end
     e2e_latency: float | UnsetType = UNSET  # seconds; at the end
     input_token_logprobs: list[LogprobEntry] | UnsetType = UNSET
     output_token_logprobs: list[LogprobEntry] | UnsetType = UNSET

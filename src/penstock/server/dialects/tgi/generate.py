@@ -32,7 +32,7 @@ from penstock.server.models.served_model import ServedModel
 from penstock.text import Delta, Tokenizer, seed_of_choice
 from penstock.types import AdapterUse, Request, SamplerChain, SamplingParams, TokenLogprob
 
-DEFAULT_TOKENS = 100  # of Text Generation Inference
+DEFAULT_TOKENS = 100  # TGI's
 FINISH_REASONS = {"length": "length", "stop": "eos_token", "abort": "length"}  # TGI has no word for an abort
 
 TGI = Framing(EVENT_STREAM, event, b"", TGI_ERRORS.encode)
