@@ -180,7 +180,6 @@ def _forget_old(database: sqlite3.Connection) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[sqlite3.Connection]:
-    """Opens the database for one transaction."""
     with closing(sqlite3.connect(path, timeout=BUSY_SECONDS)) as database, database:
         yield database
 

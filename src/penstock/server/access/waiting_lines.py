@@ -71,7 +71,6 @@ class WaitingLine:
             del self._sent[id(sender)]
 
     def work(self) -> Work:
-        """Returns the work of all."""
         return Work(sum(self._tokens), sum(self._pairs), len(self._places))
 
     def ahead(self, sender: object, place: Place, now: float) -> Work:

@@ -130,7 +130,6 @@ class BatchRunner:
             await self._finish(batch)
 
     async def _work_until_over(self, batch: BatchJob) -> None:
-        """Works on a batch until it is done, cancelled or expired."""
         work = self._works[batch.id] = asyncio.create_task(self._work(batch))
         try:
             await asyncio.wait({work}, timeout=max(0, batch.expires_at - time.time()))

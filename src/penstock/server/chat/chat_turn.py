@@ -44,7 +44,6 @@ class ChatTurn:
         return len(self.request.prompt)
 
     def parts(self, delta: Delta, choice: int = 0) -> list[AnswerPart]:
-        """Returns the parts that a delta adds to its choice."""
         parser = self._parsers[choice]
         if parser is None:
             return [Content(delta.text)] if delta.text else []

@@ -60,7 +60,6 @@ class RequestContext:
     _endings: list[Callable[[], None]] = field(default_factory=list)
 
     def on_end(self, call: Callable[[], None]) -> None:
-        """Registers a call for the end of the request."""
         self._endings.append(call)
 
     def end(self) -> None:

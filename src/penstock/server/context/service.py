@@ -105,7 +105,6 @@ class Service:
 
 
 def _whole_number(name: str, text: str | None) -> int | None:
-    """Returns the number in a header, if there is one."""
     if text is None:
         return None
     if not re.fullmatch(r"\d{1,12}", text.strip(), re.ASCII):

@@ -159,7 +159,6 @@ class ModelDirectory:
         return name
 
     def get(self, name: str, context: RequestContext | None = None) -> ModelEntry:
-        """Returns the model of this name; raises if there is none."""
         entry = self.find(name)
         if entry is not None:
             return entry

@@ -113,7 +113,6 @@ class ModelEntry:
         return self.busy or self.served is not None
 
     def loaded(self) -> Loaded:
-        """Returns its entry for the ledger."""
         return Loaded(self.name, self.bytes, self.last_used, self.busy, self.pinned)
 
     def keep(self, seconds: float) -> None:

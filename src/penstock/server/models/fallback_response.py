@@ -59,7 +59,6 @@ class FallbackResponse(Response):
         raise error
 
     async def _try(self, model: str, error: PenstockError | None, scope: Scope, receive: Receive, begin: Send) -> None:
-        """Sends the answer of a model, which is a fallback if there was an error before."""
         if error is not None:
             self._context.fall_back(self._models[0], model, error.message)
         response = await self._answer(None if error is None else model)

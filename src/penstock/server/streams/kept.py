@@ -118,7 +118,6 @@ class KeptStreams:
         return self._response(context, stream, -1)
 
     def find(self, id: str, tenant: str | None) -> KeptStream | None:
-        """Returns a tenant's stream, if it is kept."""
         stream = self._streams.get(id)
         return stream if stream is not None and stream.tenant == tenant else None
 
@@ -144,7 +143,6 @@ class KeptStreams:
         await asyncio.wait({stream.task})
 
     async def close(self) -> None:
-        """Ends all streams."""
         for stream in list(self._streams.values()):
             await self.delete(stream)
 

@@ -92,7 +92,6 @@ class RequestSpan:
         self.span.add_event("penstock.fallback", told)
 
     def _interrupt(self, id: int) -> None:
-        """Ends the span of the engine that has had a request, if there is one."""
         if (span := self._engines.pop(id, None)) is not None:
             span.set_attribute("error.type", "interrupted")
             span.set_status(StatusCode.ERROR)
@@ -112,7 +111,6 @@ class RequestSpan:
             span.end()
 
     def end(self) -> None:
-        """Ends the span and the spans of engines."""
         for span in self._engines.values():
             span.end()
         set_answer(self.span, self.finished)
@@ -192,7 +190,6 @@ class Traces:
 
 
 def _route_attributes(placement: RequestPlacement) -> dict[str, Any]:
-    """Returns the attributes of a routing decision."""
     names = {"source": placement.source, "computing": placement.computing}
     return {
         "penstock.replica": placement.replica,

@@ -157,5 +157,4 @@ class BlockReader:
         return AnthropicText("text", "\n".join([*filter(None, (document.title, document.context)), *texts]))
 
     def _texts(self, content: str | list[dict[str, Any]], where: str) -> list[str]:
-        """Returns the texts of content that consists of text blocks only."""
         return [block.text for block in self.read(content, "system", where) if isinstance(block, AnthropicText)]

@@ -101,7 +101,6 @@ async def _generate(served: ServedModel, http: HttpRequest, context: RequestCont
 
 
 def _fields(context: RequestContext, body: KserveBody) -> KserveSampling:
-    """Returns the sampling fields of all places in the body."""
     places: dict[str, dict[str, Any]] = {"parameters": body.parameters or {}}
     if body.sampling_parameters is not None:
         given = read_json(body.sampling_parameters, "sampling_parameters", "sampling_parameters")

@@ -277,7 +277,6 @@ class ChatWriter:
             self._explanation.end(choice, delta)
 
     def _add(self, choice: int, delta: Delta, parts: Sequence[AnswerPart]) -> None:
-        """Adds a delta to the whole answer."""
         answer = self._choices[choice]
         for part in parts:
             add_part(answer.message, part)

@@ -259,7 +259,6 @@ def _assistant(turn: Sequence[Item]) -> Rendered:
 
 
 def _name(item: CallItem) -> str:
-    """Returns the name that the model knows the called tool by."""
     return LOCAL_SHELL if isinstance(item, LocalShellItem) else flat_name(item.name, item.namespace or None)
 
 

@@ -166,7 +166,6 @@ def given_prompts(text: str | list[str] | None, ids: list[int | list[int]] | Non
 
 
 def _each(given: Any, count: int, param: str) -> list[Any]:
-    """Returns a setting for each prompt: the same for all, or one from a list."""
     if not isinstance(given, list):
         return [given] * count
     if len(given) != count:
