@@ -44,23 +44,23 @@ from penstock.server.telemetry.recent_requests import RecentRequests
 if TYPE_CHECKING:
     from penstock.server.telemetry.tracing import Traces
 
-DRAIN_SECONDS = 30.0  # that answers in flight have when the server is asked to stop
+DRAIN_SECONDS = 30.0  # for answers in flight when the server is asked to stop
 ACCEPTED_AT_ONCE = 16  # connections: much fewer than the files that are reserved
 BACKLOG = 2048  # connections that wait to be accepted
 COLLECT_AFTER = 10_000, 10, 10  # the usual 700 objects are a fraction of a step for 1,024 clients, which makes 5,000
-CUT_SECONDS = 2.0  # that those which then end with an error have to be sent
+CUT_SECONDS = 2.0  # to send the final error chunks at shutdown
 
 
 class Setup(NamedTuple):
     """Holds the settings of the server, except those of engines."""
 
     data: str = ""  # name of the server's folder among those of all servers
-    space: Space = SPACE  # for files and batches
+    space: Space = SPACE  # limits of files and batches
     rules: Rules = Rules()
     traces: Traces | None = None
     log: LogSettings = LogSettings()
     drain: float = DRAIN_SECONDS
-    keep: KeepLimits = KeepLimits()  # of streams whose clients may come back
+    keep: KeepLimits = KeepLimits()  # limits of streams that can be resumed
     usage: UsageRecord | None = None  # where each key's tokens are recorded; None: nowhere
 
 
@@ -128,7 +128,7 @@ def serve(pool: ModelPool, host: str, port: int, setup: Setup = DEFAULT_SETUP) -
     """Serves until interrupted. It binds the port first and starts the pool next, so that an error of either is
     reported at once. Answers in flight are finished before the engines are closed."""
     set_up_logging(setup.log)
-    os.environ[LOG_FORMAT] = setup.log.format  # for the engine processes
+    os.environ[LOG_FORMAT] = setup.log.format  # engine processes read it
     # uvicorn raises a signal again after it has ended. SIGTERM would then end the process before it cleans up.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with suppress(KeyboardInterrupt):

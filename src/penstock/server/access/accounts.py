@@ -48,7 +48,7 @@ class Account:
     """Counts one key's usage and applies its limits. As a context manager it counts one request in flight."""
 
     def __init__(self, name: str) -> None:
-        self.name = name  # of the key
+        self.name = name
         self.used: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self.running = 0

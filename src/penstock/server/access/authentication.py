@@ -14,8 +14,8 @@ from penstock.server.access.accounts import Account, Accounts
 from penstock.server.context.request_context import context_of
 from penstock.server.http.errors import error_response
 
-PROBES = ("/health", "/v1/health", "/ping", "/v2/health/live", "/v2/health/ready")  # for those who watch servers
-OPEN = {*PROBES, "/"}  # to GET and HEAD: the page holds no data and asks for the key itself
+PROBES = ("/health", "/v1/health", "/ping", "/v2/health/live", "/v2/health/ready")  # monitoring polls these
+OPEN = {*PROBES, "/"}  # GET and HEAD need no key: the page holds no data and asks for the key itself
 READING = {"GET", "HEAD"}
 ENDING = re.compile("DELETE /v1/(streams|responses)/[^/]+|POST /v1/(responses|batches)/[^/]+/cancel")
 

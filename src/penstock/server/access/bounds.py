@@ -10,12 +10,12 @@ import msgspec
 
 from penstock.errors import InvalidRequest
 
-MAX_DEPTH = 128  # of JSON: deeper values could overflow the stack of a template or a grammar's compiler
+MAX_DEPTH = 128  # nesting of JSON: deeper values could overflow the stack of a template or a grammar's compiler
 MAX_CONTAINERS = 2**17  # arrays and objects of one JSON text
 MAX_STRINGS = 2**19  # strings of one, names of fields included: a bias may name every token of a vocabulary
 NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 MAX_MESSAGES = 4096
-MAX_PARTS = 4096  # of one message's content
+MAX_PARTS = 4096  # in one message
 MAX_STOPS = 32
 MAX_STOP = 1024  # characters of one stop string; text is held back while one may have begun
 

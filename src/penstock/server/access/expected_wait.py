@@ -26,9 +26,9 @@ from penstock.types import PROMPT_PATIENCE, Claim, Limits, Request, Stats
 MARGIN = (1.25, 2.0)  # bounds of how many times the forecast a stated target or deadline has to allow
 SCATTER = 0.15  # relative error of forecasts, until it is measured
 SCATTERS = 3.0  # allowed multiple of that error: more than 99 of 100 waits are within it
-OWN_SHARE = 0.25  # of the allowed time that a prompt may wait which alone takes longer
+OWN_SHARE = 0.25  # share of the allowed time that a prompt may wait if it takes longer by itself
 BIAS = (0.5, 2.0)  # bounds of how much longer than forecast waits turn out
-WEIGHT = 0.1  # of each request, in what is learned about forecasts
+WEIGHT = 0.1  # weight of each request in the error of forecasts
 WORTH_COMPARING = 0.2  # seconds: shorter waits tell nothing about the forecast
 CLOSE = 1.5  # a forecast is wrong if wait and forecast differ by more than this factor
 TOO_LOW, TOO_HIGH, RIGHT = "too_low", "too_high", "right"
@@ -38,7 +38,7 @@ class AnswerTime:
     """Measures how long an engine answers while prompts wait. The time counts for each first token or for each second
     of prompts, whichever is less in a forecast: what is not known admits."""
 
-    KEEP = 0.98  # of all that was measured, with each first token
+    KEEP = 0.98  # share of earlier measurements that each first token keeps
     FEW = 4.0  # first tokens before anything is expected
 
     def __init__(self) -> None:

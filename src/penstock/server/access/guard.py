@@ -30,7 +30,7 @@ from penstock.server.models.pool import ModelPool
 from penstock.service_levels import STANDARD_TERMS, ServiceTerms
 
 MAX_URL = 8192  # bytes
-BODY_SECONDS = 20.0  # that any body may take, and one more second for every
+BODY_SECONDS = 20.0  # allowed for any body, and one more second for every
 BODY_RATE = 4096  # bytes of it
 MAX_BODIES = 32 * MAX_BODY  # bytes of all bodies that are kept in memory at once
 MAX_ARRIVING = 1024  # bodies that are not whole yet
@@ -40,11 +40,11 @@ class Rules(NamedTuple):
     """Says who may use a server, how many requests it takes at once, and how strict it is about unknown fields."""
 
     keys: Path | None = None  # the key file; None: everyone may
-    origins: tuple[str, ...] = ()  # of web pages that may use it, beside its own
+    origins: tuple[str, ...] = ()  # allowed web pages, in addition to its own
     max_waiting: int | None = None  # requests beyond those computed at once; None: in proportion to those
     hosts: tuple[str, ...] = ()  # names of the server beside those that nobody else can own; only without keys
     lenient: bool = True  # unknown fields and unsupported settings are ignored and listed; False: refused
-    terms: ServiceTerms = STANDARD_TERMS  # by which engines are shared
+    terms: ServiceTerms = STANDARD_TERMS  # default targets and limits of requests
 
 
 def check(rules: Rules, address: str) -> None:

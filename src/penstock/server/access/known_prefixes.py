@@ -2,8 +2,8 @@
 
 A block is remembered from the moment when a prompt with it is admitted: requests that wait together and share a prefix
 have it computed once. With each first token the engine reports the number of reused tokens. From that the share of
-remembered tokens is learned that are still cached, and the share of others that are cached all the same (on disk, or because
-another client of the engine has sent them).
+remembered tokens is learned that are still cached, and the share of others that are cached all the same (on disk, or
+because another client of the engine has sent them).
 
 Everything here is pure: it has no clock.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 
-KEEP = 0.9  # of all earlier observations of a share, with each new one
+KEEP = 0.9  # share of earlier observations that each new one keeps
 PRIOR = 512.0  # tokens: the weight of the first belief about a share
 
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Protocol
 
-LINGER_SECONDS = 5.0  # that a client has to read a refusal while it still sends
-LINGER_BYTES = 64 * 2**20  # that it may send meanwhile
+LINGER_SECONDS = 5.0  # for a client to read a refusal while it still sends
+LINGER_BYTES = 64 * 2**20  # allowed to arrive meanwhile
 MOST_COLLECTED = 32 * 2**10  # bytes that wait for the end of the event loop's turn
 
 

@@ -14,8 +14,8 @@ try:
 except ImportError:  # Windows limits no such thing
     resource = None  # type: ignore[assignment]
 
-MOST = 2**16  # that the limit is raised to, where the system allows it
-RESERVED = 128  # for files that are no connections: models, uploads, engines, the log
+MOST = 2**16  # the limit is raised to this, where the system allows it
+RESERVED = 128  # files other than connections: models, uploads, engines, the log
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 SECONDS_BETWEEN_WARNINGS = 60.0
 

@@ -36,7 +36,7 @@ EXPOSED = (
     *(f"x-ratelimit-{what}-{kind}" for what in ("limit", "remaining", "reset") for kind in ("requests", "tokens")),
 )
 MAX_HOST = 100  # characters of one in an error
-PREFLIGHT_SECONDS = 3600  # that a browser remembers what is allowed
+PREFLIGHT_SECONDS = 3600  # browsers cache the answer
 
 
 class Origins:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections import deque
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from math import inf
@@ -31,11 +32,11 @@ MAX_PIPELINED = 128  # requests that wait for their turn on a connection: more t
 MAX_ALL_PIPELINED = 4096  # the same on all connections: about 12 MiB
 IDLE_SECONDS = 20.0  # without a request: longer than clients keep a connection (httpx: 5), so that they close it first
 HEAD_SECONDS = 20.0  # from a request's first byte to the end of its headers
-STALLED_SECONDS = 30.0  # that a client may leave unread what is sent
+STALLED_SECONDS = 30.0  # allowed without the client reading
 PROBE_SECONDS = 0.25  # between looks whether a client that has sent all it will is still there
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
-max_connections = 2**20  # of one server; `penstock serve` sets it to what the limit on open files allows
+max_connections = 2**20  # `penstock serve` derives it from the limit on open files
 
 
 @dataclass
@@ -47,7 +48,21 @@ class SharedState:
     buffer: memoryview = field(default_factory=lambda: memoryview(bytearray(MAX_READ)))
     pipelined: int = 0  # requests that wait for their turn on their connection
     heads: dict[BoundedProtocol, int] = field(default_factory=dict)  # bytes of those not whole, the oldest first
-    head_bytes: int = 0  # of all of them
+    head_bytes: int = 0  # total
+
+    def make_room(self, newest: BoundedProtocol) -> bool:
+        """Closes the connection that has been without a request for the longest time; False: there is no other."""
+        oldest = next(iter(self.idle))
+        if oldest is newest:
+            return False
+        del self.idle[oldest]
+        oldest.transport.abort()
+        return True
+
+    def forget(self, pipeline: deque[Any]) -> None:
+        """Drops the requests that wait on a connection."""
+        self.pipelined -= len(pipeline)
+        pipeline.clear()
 
 
 _common: WeakKeyDictionary[ServerState, SharedState] = WeakKeyDictionary()
@@ -77,11 +92,31 @@ class PipelineFlow(FlowControl):
             super().resume_reading()
 
 
+class ClientProbe:
+    """Writes interim responses to a client that may have left, until its answer begins."""
+
+    def __init__(self, protocol: BoundedProtocol) -> None:
+        self._protocol = protocol
+        self._timer = protocol.loop.call_later(PROBE_SECONDS, self._probe)
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+    def _probe(self) -> None:
+        protocol = self._protocol
+        if protocol.cycle.response_started or protocol.transport.is_closing():
+            return
+        active = protocol.active
+        if active is None or active.response_complete or not active.response_started:
+            protocol.transport.write(CONTINUE)  # else it would be within the answer to an earlier request
+        self._timer = protocol.loop.call_later(PROBE_SECONDS, self._probe)
+
+
 class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
     flow: PipelineFlow
     _timer: asyncio.TimerHandle | None = None  # runs while the head is incomplete
     _stall: asyncio.TimerHandle | None = None
-    _probe: asyncio.TimerHandle | None = None  # runs while a client that has sent all it will waits for its answer
+    _probe: ClientProbe | None = None  # runs once a client has closed its side
     _head: int | None = None  # bytes so far of a head, or between and after chunks; None: in neither
     _awaited: float = 0  # bytes of the body that are still to come; infinite: it comes in chunks
     _sent = False  # the client has sent something
@@ -89,7 +124,7 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
     _upgrading = False  # the latest head asks for another protocol
     _behind = False  # the latest read began with another request's end, which is no part of the head
     _dropped = False  # requests that waited for their turn are not answered
-    _active: RequestResponseCycle | None = None  # the request that is answered; `cycle` is the latest that was read
+    active: RequestResponseCycle | None = None  # the request that is answered; `cycle` is the latest that was read
     transport: LingeringTransport  # type: ignore[assignment]
 
     @property
@@ -103,19 +138,22 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self.flow = PipelineFlow(self.transport)  # type: ignore[arg-type]
         self._timer = self.loop.call_later(IDLE_SECONDS, self._on_timeout)
         self._common.idle[self] = None
-        if len(self.connections) > max_connections:
-            self._make_room()
+        if len(self.connections) > max_connections and not self._common.make_room(self):
+            self._refuse(
+                503, Overloaded(f"Server is busy: {max_connections} connections (the limit). Retry after 1 s.")
+            )
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._reset()
-        self._stop_probing()
+        if self._probe is not None:
+            self._probe.stop()
         self._common.idle.pop(self, None)
-        self._forget_pipeline()
+        self._common.forget(self.pipeline)
         self.transport.ended()
         self.resume_writing()
-        if self._active is not None and not self._active.response_complete:  # uvicorn tells the latest request only
-            self._active.disconnected = True
-            self._active.message_event.set()
+        if self.active is not None and not self.active.response_complete:  # uvicorn tells the latest request only
+            self.active.disconnected = True
+            self.active.message_event.set()
         super().connection_lost(exc)
 
     def get_buffer(self, _: int) -> memoryview:
@@ -161,23 +199,11 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
             return None
         cycle.keep_alive = False
         if cycle.scope["http_version"] != "1.0":
-            self._probe = self.loop.call_later(PROBE_SECONDS, self._probe_client)
+            self._probe = ClientProbe(self)
         return True
 
-    def _probe_client(self) -> None:
-        if self.cycle.response_started or self.transport.is_closing():
-            return
-        if self._active is None or self._active.response_complete or not self._active.response_started:
-            self.transport.write(CONTINUE)  # else it would be within the answer to an earlier request
-        self._probe = self.loop.call_later(PROBE_SECONDS, self._probe_client)
-
-    def _stop_probing(self) -> None:
-        if self._probe is not None:
-            self._probe.cancel()
-            self._probe = None
-
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        self._active = cycle
+        self.active = cycle
         if cycle.scope["http_version"] == "1.0":  # knows no chunks: the answer ends with the connection
             cycle.chunked_encoding = False
             cycle.expected_content_length = AnyLength()
@@ -286,25 +312,13 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
             self.logger.error("a request could not be read because of a fault in this server", exc_info=fault)
         self._refuse(400, _invalid(400, f"{msg.removesuffix('.')}: it is not HTTP/1.1"))
 
-    def _forget_pipeline(self) -> None:
-        self._common.pipelined -= len(self.pipeline)
-        self.pipeline.clear()
-
     def _end_after(self, cycle: RequestResponseCycle) -> None:
         """Closes the connection when this request is answered. What the client has sent behind it is not answered, so
         that the client sends it again on another connection."""
-        self._forget_pipeline()
+        self._common.forget(self.pipeline)
         self._dropped, cycle.keep_alive, self.cycle = True, False, cycle
         self.flow.held = True
         self.flow.pause_reading()
-
-    def _make_room(self) -> None:
-        """Closes the connection that has been without a request for the longest time; without one, refuses this."""
-        oldest = next(iter(self._common.idle))
-        if oldest is not self:
-            del self._common.idle[oldest]
-            return oldest.transport.abort()
-        self._refuse(503, Overloaded(f"Server is busy: {max_connections} connections (the limit). Retry after 1 s."))
 
     def _reset(self) -> None:
         self._head = None
@@ -327,7 +341,7 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         if self.transport.is_closing():
             return
         refused_connections[status, error.code] += 1
-        active = self._active
+        active = self.active
         if active is not None and not active.response_complete:
             if not active.more_body:
                 return self._end_after(active)

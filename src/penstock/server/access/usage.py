@@ -24,10 +24,10 @@ from penstock.system.files import make_private_file, make_private_folder
 
 log = logging.getLogger(__name__)
 
-FLUSH_SECONDS = 2.0  # that a server which is killed may lose
+FLUSH_SECONDS = 2.0  # lost at most when a server is killed
 KEPT_DAYS = 400
-MOST_ROWS = 200_000  # of the file; the oldest days leave first
-BUSY_SECONDS = 5.0  # that a writer waits for another
+MOST_ROWS = 200_000  # in the file; the oldest days are deleted first
+BUSY_SECONDS = 5.0  # wait for another writer
 MILLION = 1_000_000
 
 _TABLE = """
@@ -103,7 +103,7 @@ class UsageRecord:
         self._prices = dict(prices or {})
         self._pending: dict[tuple[str, str, str], KeyUsage] = {}
         self._failing = False
-        self._lock = Lock()  # of what is pending: it is written in a thread
+        self._lock = Lock()  # guards `_pending`, which is written in a thread
         try:
             make_private_folder(path.parent)
             make_private_file(path)
@@ -180,7 +180,6 @@ def _forget_old(database: sqlite3.Connection) -> None:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[sqlite3.Connection]:
-    """Opens the database for one transaction."""
     with closing(sqlite3.connect(path, timeout=BUSY_SECONDS)) as database, database:
         yield database
 

@@ -16,8 +16,8 @@ from penstock.types import Request
 class Work(NamedTuple):
     """Is what an engine has to do until requests have their first tokens."""
 
-    tokens: float = 0.0  # of prompts, that are to be computed
-    pairs: float = 0.0  # of one of these and one before it: attention computes them
+    tokens: float = 0.0  # prompt tokens to compute
+    pairs: float = 0.0  # of one such token and an earlier one, for attention
     requests: int = 0
 
     def plus(self, other: Work) -> Work:
@@ -32,16 +32,16 @@ class Place(NamedTuple):
 
     due: float  # when its first token is wanted; infinite: no time is stated, or none that can be kept
     rank: float
-    id: int  # of the request
+    id: int  # the request's
 
 
 class Ahead(NamedTuple):
     """Describes the work ahead of a request."""
 
-    first: Work  # of requests of better priority
-    mine: Work  # of its tenant's requests of the same priority
-    others: Work  # of other tenants' requests of the same priority
-    share: float  # of the engine that its tenant has beside those others
+    first: Work  # requests with a better priority
+    mine: Work  # its tenant's requests with the same priority
+    others: Work  # other tenants' requests with the same priority
+    share: float  # its tenant's share of the engine among those others
 
 
 class WaitingLine:
@@ -71,7 +71,6 @@ class WaitingLine:
             del self._sent[id(sender)]
 
     def work(self) -> Work:
-        """Returns the work of all."""
         return Work(sum(self._tokens), sum(self._pairs), len(self._places))
 
     def ahead(self, sender: object, place: Place, now: float) -> Work:

@@ -20,7 +20,6 @@ class AppAnswer(NamedTuple):
 
 
 async def call_app(app: ASGIApp, context: RequestContext, path: str, body: bytes) -> AppAnswer:
-    """Returns the answer of `app` to a POST of this body in this context."""
     to_read: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     sent: list[Message] = []
 

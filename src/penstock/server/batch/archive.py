@@ -29,7 +29,7 @@ from penstock.system.files import make_private_file, make_private_folder
 P = ParamSpec("P")
 T = TypeVar("T")
 
-VERSION = 5  # of the tables below
+VERSION = 5  # changes with the tables below
 WRITE_SIZE = 2**20  # bytes
 
 TABLES = """

@@ -19,8 +19,8 @@ from penstock.server.context.request_context import RequestContext
 
 PENDING, COMPLETED, FAILED = range(3)  # states of a line
 ENDED = ("completed", "failed", "expired", "cancelled")
-MAX_OPEN = 100  # of all owners
-MAX_KEPT = 10_000  # that have ended: the owner with the most loses its oldest, but not their files
+MAX_OPEN = 100  # all owners together
+MAX_KEPT = 10_000  # ended batches: the owner with the most loses its oldest, but not their files
 
 
 class RequestCounts(msgspec.Struct):

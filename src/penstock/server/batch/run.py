@@ -46,8 +46,8 @@ from penstock.service_levels import STANDARD_TERMS, ServiceTerms
 CHUNK = 100  # lines per transaction
 MAX_ATTEMPTS = 3  # at a line during which the engine dies
 LINES_WITHOUT_ENGINE = 8  # in flight at least: how many rows a model computes is only known once it is loaded
-BYTES_PER_TOKEN = 4  # of a line, about
-ANSWER_TOKENS = 256  # that an answer without a limit is expected to have
+BYTES_PER_TOKEN = 4  # estimate
+ANSWER_TOKENS = 256  # estimate for an answer without a limit
 RETRY_SECONDS = 1.0  # until the next try, without an engine or while another server uses the folder
 
 BROKEN = InvalidRequest("the server failed while it answered this line; its log has the details", code="internal_error")
@@ -81,7 +81,7 @@ class BatchRunner:
         """Runs batches while the application runs, and first those that an earlier server left."""
         self._app = app
         in_flight = max(LINES_WITHOUT_ENGINE, self._pool.models.rows // 2)
-        self._lines = asyncio.Semaphore(in_flight)  # of batches in turn
+        self._lines = asyncio.Semaphore(in_flight)  # batches take turns
         resuming = asyncio.create_task(self._with_retries(self._resume))
         try:
             yield
@@ -130,7 +130,6 @@ class BatchRunner:
             await self._finish(batch)
 
     async def _work_until_over(self, batch: BatchJob) -> None:
-        """Works on a batch until it is done, cancelled or expired."""
         work = self._works[batch.id] = asyncio.create_task(self._work(batch))
         try:
             await asyncio.wait({work}, timeout=max(0, batch.expires_at - time.time()))

@@ -31,7 +31,7 @@ class ChatTurn:
     def __init__(self, requests: Sequence[Request], deltas: Deltas, parsers: Sequence[AnswerParser | None]) -> None:
         self.requests = requests
         self.deltas = deltas
-        self.reasoning_tokens = 0  # of all choices, as far as `parts` has seen them
+        self.reasoning_tokens = 0  # all choices together, as far as `parts` has seen them
         self._parsers = parsers
 
     @property
@@ -44,7 +44,6 @@ class ChatTurn:
         return len(self.request.prompt)
 
     def parts(self, delta: Delta, choice: int = 0) -> list[AnswerPart]:
-        """Returns the parts that a delta adds to its choice."""
         parser = self._parsers[choice]
         if parser is None:
             return [Content(delta.text)] if delta.text else []

@@ -24,7 +24,7 @@ Deltas = Callable[[TakeDelta], Coroutine[Any, Any, None]]  # answers, and return
 ATTEMPTS = 3
 MAX_REPORTED = 64  # keywords
 REWRITE_SECONDS = 10.0
-STACK_BYTES = 2**30  # of addresses
+STACK_BYTES = 2**30  # address space only
 GREEDY_SEED = 0
 RETRY_TEMPERATURE = 0.7  # at least: a greedy answer would be the same again
 

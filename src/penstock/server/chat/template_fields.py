@@ -41,7 +41,6 @@ def read_wish(context: RequestContext, text: Text, wish: ThinkingWish, param: st
 def thinking_budget(
     thinking: ThinkingWish | None, reasoning: ThinkingWish | None, tokens: int | None
 ) -> tuple[str, int | None]:
-    """Returns the field that limits the tokens of thinking, and the limit."""
     for param, wish in (("thinking.budget_tokens", thinking), ("reasoning.max_tokens", reasoning)):
         if wish is not None and wish.budget:
             return param, wish.budget

@@ -30,7 +30,7 @@ class Outcome:
     first: float = 0.0  # perf_counter's time of the first token; 0: there was none
     preemptions: int = 0
     loop: int = 0  # tokens of the phrase that an answer repeated, if the loop guard ended it
-    finish_reason: str = ""  # of the answer that ended last
+    finish_reason: str = ""  # the last answer's
     error: str = ""  # code of the error that was the answer
     reason: str = ""  # what the error said
 
@@ -44,7 +44,7 @@ class AnswerNotes:
     """Collects the facts that an answer reports in addition to its text."""
 
     explain: bool = False  # the answer reports what happened to it
-    model: str = ""  # that the request uses
+    model: str = ""  # the request's model
     ignored: set[str] = field(default_factory=set)  # names of ignored fields
     stood_in: str = ""  # the served model's name, if the request calls it by another
     placements: list[tuple[int, RequestPlacement]] = field(default_factory=list)  # if several engines could answer

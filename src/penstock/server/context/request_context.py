@@ -48,7 +48,7 @@ class RequestContext:
     lenient: bool = True  # unknown fields and unsupported settings are ignored and listed; False: refused
     send: Send = no_connection
     write: Write | None = None  # None: the HTTP server has only `send`
-    body: bytes | None = None  # of the request, once it is read
+    body: bytes | None = None  # None: not read yet
     json: dict[str, Any] | None = None  # the body's fields, once they are decoded and until an endpoint reads them
     streaming: bool = True  # a streamed answer cannot be tried again
     streams: KeptStreams | None = None  # where its stream is kept; None: it ends when its client leaves
@@ -60,7 +60,6 @@ class RequestContext:
     _endings: list[Callable[[], None]] = field(default_factory=list)
 
     def on_end(self, call: Callable[[], None]) -> None:
-        """Registers a call for the end of the request."""
         self._endings.append(call)
 
     def end(self) -> None:

@@ -32,14 +32,14 @@ class Service:
     background: bool = False  # its answers wait behind all foreground requests
     priority: int = 0  # lower runs sooner
     deadline: float | None = None  # seconds from its arrival
-    targets: Targets = NO_TARGETS  # that the request itself states
+    targets: Targets = NO_TARGETS  # stated by the request itself
     salt: str = ""  # prompts share cached blocks only under the same salt
     unshared: bool = False  # its blocks are nobody else's
-    adapters: tuple[AdapterUse, ...] = ()  # that the request is computed with
+    adapters: tuple[AdapterUse, ...] = ()  # LoRA adapters, with their scales
     prediction: tuple[int, ...] = ()  # tokens that the client expects in the answer
     speculation: int | None = None  # most tokens that a step drafts for it; 0: none; None: the server's default
     keep_alive: float | None = None  # seconds that the model stays loaded afterwards; None: the server's default
-    loading_seconds: float = 0.0  # that the request waited for its model to be loaded
+    loading_seconds: float = 0.0  # waited for its model
 
     def read_headers(self, headers: Headers) -> None:
         """Takes over the deadline and the targets that the headers state."""
@@ -105,7 +105,6 @@ class Service:
 
 
 def _whole_number(name: str, text: str | None) -> int | None:
-    """Returns the number in a header, if there is one."""
     if text is None:
         return None
     if not re.fullmatch(r"\d{1,12}", text.strip(), re.ASCII):

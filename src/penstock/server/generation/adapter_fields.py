@@ -68,7 +68,6 @@ def with_uses(served: ServedModel, uses: Sequence[AdapterUse], param: str) -> tu
 def numbered_uses(
     adapters: Sequence[AdapterInfo | AdapterOption], given: Sequence[NumberedAdapter]
 ) -> list[AdapterUse]:
-    """Returns the adapters that numbers mean; raises if there is none with a number."""
     for each in given:
         if each.id >= len(adapters):
             raise AdapterNotFound(f"there is no adapter {each.id}: GET /lora-adapters lists {len(adapters)}")

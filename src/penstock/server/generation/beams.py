@@ -123,7 +123,6 @@ async def _next_token(served: ServedModel, request: Request) -> TokenLogprob:
 
 
 def _delta(stream: TextStream, request: Request, beam: Beam) -> Delta:
-    """Returns a whole answer as one delta."""
     text = stream.push(beam.tokens)
     count = stream.consumed
     wanted = request.sampling.logprobs

@@ -64,9 +64,9 @@ class SourceDrafts(msgspec.Struct):
 class WeightUse(msgspec.Struct):
     """Says which weights computed a choice's tokens from one on."""
 
-    index: int  # of the choice
+    index: int  # the choice's
     weight_version: str
-    first_token: int  # of the answer; below 0 for logprobs of the prompt's last tokens
+    first_token: int  # its place in the answer; below 0 for logprobs of the prompt's last tokens
     mixed: bool  # these weights saw KV that older ones had computed
 
 
@@ -86,8 +86,8 @@ class ChoiceExplanation(msgspec.Struct):
 class EndedLoop(msgspec.Struct):
     """Says that the loop guard ended a choice."""
 
-    index: int  # of the choice
-    phrase_tokens: int  # that were repeated again and again
+    index: int  # the choice's
+    phrase_tokens: int  # length of the repeated phrase
     message: str = (
         "at temperature 0 the answer repeated itself without end, so it was ended: set a temperature or a "
         "repetition_penalty, or loop_guard to false"
@@ -100,8 +100,8 @@ class AnswerReport(msgspec.Struct):
     ignored_fields: list[str]
     truncated_tokens: int  # cut from the prompt, as the request asked
     choices: list[ChoiceExplanation] | UnsetType = UNSET
-    loading_seconds: float | UnsetType = UNSET  # that the request waited for its model to be loaded
-    weight_version: str | UnsetType = UNSET  # of the weights that computed the end of it, once they were ever updated
+    loading_seconds: float | UnsetType = UNSET  # waited for its model
+    weight_version: str | UnsetType = UNSET  # the weights at its end, once any were updated
     weights: list[WeightUse] | UnsetType = UNSET  # if several computed it, or some on KV of others
     resumed_on: list[str] | UnsetType = UNSET  # other engines that continued it, each where the one before broke off
     route: list[str] | UnsetType = UNSET  # where it was sent, one after the other, if several engines could answer
@@ -148,7 +148,7 @@ class Explanation:
         self._context = context
         self._requests = requests
         self._choices: dict[int, ChoiceExplanation] = {}
-        self._weights: dict[int, tuple[WeightSpan, ...]] = {}  # by choice
+        self._weights: dict[int, tuple[WeightSpan, ...]] = {}  # choice -> spans
         self._loops: dict[int, int] = {}  # tokens of the phrases that choices repeated, by choice
         self._running = len(requests)
 

@@ -120,7 +120,7 @@ class GenerationFields(SamplingFields, kw_only=True):
     prompt_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     request_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None  # part of the answer's id
     use_beam_search: bool | None = None
-    length_penalty: float | None = None  # of beam search
+    length_penalty: float | None = None  # beam search only
     add_special_tokens: bool | None = None  # false: no BOS is added to the prompt
     truncate_prompt_tokens: int | None = None  # -1: to what the context has room for
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
@@ -128,8 +128,8 @@ class GenerationFields(SamplingFields, kw_only=True):
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None  # lower is sooner
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
     deadline_ms: int | None = None  # from the request's arrival: what cannot have begun by then is refused
-    ttft_target_ms: int | None = None  # for the time to the first token
-    itl_target_ms: int | None = None  # for the time between two tokens
+    ttft_target_ms: int | None = None  # time to the first token
+    itl_target_ms: int | None = None  # time between two tokens
     adapters: NamedAdapters | None = None  # LoRA, added to those of the model's name
     lora: NumberedAdapters | None = None  # llama.cpp's way to name them
     penstock: bool | None = None  # asks for a report of what happened to the answer
@@ -282,7 +282,7 @@ class PromptTokensDetails(msgspec.Struct):
 
 class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int
-    accepted_prediction_tokens: int | UnsetType = UNSET  # of the prediction, if there is one: in the answer or not
+    accepted_prediction_tokens: int | UnsetType = UNSET  # predicted tokens in the answer and not in it
     rejected_prediction_tokens: int | UnsetType = UNSET
 
 

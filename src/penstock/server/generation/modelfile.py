@@ -80,7 +80,6 @@ class OllamaPastCall(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def check_options(context: RequestContext, given: dict[str, Any]) -> OllamaOptions:
-    """Returns the options of a request or of a Modelfile; raises for wrong ones."""
     options = read_object(context, given, OllamaOptions, OPTION_NO_EFFECT, "options")
     check_stops(stops_of(options), "options.stop")
     SamplingParams(**sampling_of(options))

@@ -42,7 +42,7 @@ class PredictionTally:
         self._prediction = prediction
         self._next = 0  # the place in the prediction that the answer has reached
         self._unmatched: list[int] = []  # the answer's last tokens, since they diverge
-        self._places: dict[tuple[int, ...], list[int]] = {}  # of runs of tokens
+        self._places: dict[tuple[int, ...], list[int]] = {}  # run of tokens -> places
         self.accepted = 0
 
     @property

@@ -10,7 +10,7 @@ from penstock.server.access.bounds import check_count
 from penstock.server.models.served_model import ServedModel
 from penstock.types import BANNED, DryPenalty, SamplerChain
 
-LogitBias = dict[str, float | bool] | list[tuple[int | str, float | bool]]  # by token id or text; false: a ban
+LogitBias = dict[str, float | bool] | list[tuple[int | str, float | bool]]  # token id or text -> bias; false: a ban
 
 MAX_BREAKERS = 64
 MAX_BIASES = 65536

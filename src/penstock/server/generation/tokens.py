@@ -27,10 +27,10 @@ class Tokenize(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt: str | None = None
     content: str | None = None
     messages: list[Annotated[dict[str, Any], read_as(ChatMessage, no_effect=MESSAGE_NO_EFFECT)]] | None = None
-    add_special_tokens: bool = True  # to a prompt: the model's BOS, if it wants one
-    add_special: bool = False  # to a content
+    add_special_tokens: bool = True  # prompts: the model's BOS, if it wants one
+    add_special: bool = False  # contents: the same
     parse_special: bool = True
-    add_generation_prompt: bool | None = None  # to messages; left out: true, unless the last one is continued
+    add_generation_prompt: bool | None = None  # messages; default: true, unless the last one is continued
     continue_final_message: bool = False
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None

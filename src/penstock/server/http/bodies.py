@@ -20,7 +20,7 @@ from penstock.server.access.bounds import read_json
 from penstock.server.context.request_context import RequestContext
 
 MAX_BODY = 16 * 2**20  # bytes
-MAX_DIGITS = 20  # of its announced length
+MAX_DIGITS = 20  # in the announced length
 
 UNKNOWN_VALUE = "invalid_value"  # the code of a setting that has other values than the one given
 
@@ -55,7 +55,7 @@ def read_object(
     """Returns the object as a struct. `where` is its place in the body, which errors name. Unless `strict`, numbers may
     be spelled as text, as in a query."""
     _drop_without_effect(context, given, no_effect, where)
-    dropped: dict[str, InvalidRequest] = {}  # by the field that was dropped: why it could not be read
+    dropped: dict[str, InvalidRequest] = {}  # dropped field -> its error
     while True:
         try:
             return msgspec.convert(given, kind, str_keys=True, strict=strict)

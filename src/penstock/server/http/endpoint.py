@@ -39,7 +39,7 @@ class RouteEntry(NamedTuple):
     path: str
     endpoint: Endpoint | str
     operation: Operation | Callable[[], Operation] | str = JSON
-    right: Right = Right.USE  # with any method: the model may have to be loaded
+    right: Right = Right.USE  # also for a GET: it may load the model
     fields: tuple[str, ...] = ()
 
 

@@ -31,7 +31,11 @@ from penstock.server.context.request_context import SHAPES, context_of
 RETRY_AFTER = "1"  # seconds: about as long as an engine takes to restart
 CLIENT_LEFT = Response(status_code=499)  # nobody reads it
 OVERLOADED = 529  # some clients' status for 503
-STATUSES = {"request_timeout": 408, "request_too_large": 413, "uri_too_long": 414}  # of codes of InvalidRequest
+STATUSES = {
+    "request_timeout": 408,
+    "request_too_large": 413,
+    "uri_too_long": 414,
+}  # by code of an InvalidRequest
 
 OPENAI_TYPES = {403: "permission_error", 429: "rate_limit_error"}
 

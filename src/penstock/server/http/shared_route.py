@@ -61,7 +61,6 @@ def share(sharing: Sharing, services: Services) -> RouteEntry:
 
 
 def _fields(dialect: Dialect, entry: AnyRouteEntry) -> set[str]:
-    """Returns the names of the fields that a dialect knows at its route."""
     operation = dialect.operation(entry)
     return {field.encode_name for field in _declared(operation)} | (operation.no_effect or {}).keys()
 
@@ -71,7 +70,6 @@ def _declared(operation: Operation) -> tuple[msgspec.structs.FieldInfo, ...]:
 
 
 def _merged(path: str, about: str, operations: Sequence[Operation]) -> Operation:
-    """Returns the operation of a body that has the fields of all dialects."""
     fields = {each.encode_name: each for operation in operations for each in _declared(operation)}
     declared = [(each.name, each.type, msgspec.field(default=each.default)) for each in fields.values()]
     body = msgspec.defstruct(

@@ -117,7 +117,7 @@ class ModelDirectory:
         for each in (name, plain):
             if each in self._entries:
                 return self._entries[each]
-        full = store.full_name(plain)  # of the catalogue, with its tag
+        full = store.full_name(plain)  # the catalogue's name, with its tag
         if full in self._entries and store.derived_model(plain) is None:
             return self._entries[full]
         for entry in self._entries.values():
@@ -159,7 +159,6 @@ class ModelDirectory:
         return name
 
     def get(self, name: str, context: RequestContext | None = None) -> ModelEntry:
-        """Returns the model of this name; raises if there is none."""
         entry = self.find(name)
         if entry is not None:
             return entry

@@ -42,9 +42,9 @@ class ModelEntry:
     pinned: bool = False  # a request asked for it to stay for ever
     loading: asyncio.Task[ServedModel] | None = None
     variants: dict[str, ServedModel] = field(default_factory=dict)  # those derived from it, by digest, while loaded
-    kept_adapters: dict[str, AdapterOption] = field(init=False)  # that it has when it is loaded the next time
+    kept_adapters: dict[str, AdapterOption] = field(init=False)  # restored at the next load
     kept_weights: WeightState = field(default_factory=WeightState)  # the same of weights, and of a pause
-    adapter_scales: dict[str, float] = field(default_factory=dict)  # of adapters that requests without any get
+    adapter_scales: dict[str, float] = field(default_factory=dict)  # default adapters of requests
 
     def __post_init__(self) -> None:
         self.kept_adapters = {option.name: option for option in self.source.adapters}
@@ -113,7 +113,6 @@ class ModelEntry:
         return self.busy or self.served is not None
 
     def loaded(self) -> Loaded:
-        """Returns its entry for the ledger."""
         return Loaded(self.name, self.bytes, self.last_used, self.busy, self.pinned)
 
     def keep(self, seconds: float) -> None:

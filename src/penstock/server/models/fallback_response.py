@@ -19,8 +19,8 @@ from penstock.errors import (
 from penstock.server.context.request_context import RequestContext
 from penstock.server.telemetry.metrics import Metrics
 
-UNANSWERED = (EngineUnavailable, Overloaded, RateLimited, ModelNotFound)  # by which nobody says no to the request
-UNFIT = (Forbidden, NotSupported)  # by which a fallback leaves a request to the next one
+UNANSWERED = (EngineUnavailable, Overloaded, RateLimited, ModelNotFound)  # errors that are not about the request itself
+UNFIT = (Forbidden, NotSupported)  # errors of a fallback that cannot serve the request
 
 Answer = Callable[[str | None], Awaitable[Response]]
 
@@ -59,7 +59,6 @@ class FallbackResponse(Response):
         raise error
 
     async def _try(self, model: str, error: PenstockError | None, scope: Scope, receive: Receive, begin: Send) -> None:
-        """Sends the answer of a model, which is a fallback if there was an error before."""
         if error is not None:
             self._context.fall_back(self._models[0], model, error.message)
         response = await self._answer(None if error is None else model)

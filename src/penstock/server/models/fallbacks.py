@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from penstock.errors import ConfigError
 
-Fallbacks = Mapping[str, tuple[str, ...]]  # by model, in the order in which they are tried
+Fallbacks = Mapping[str, tuple[str, ...]]  # model -> fallbacks, in order
 
 
 def parse_fallbacks(options: Sequence[str]) -> Fallbacks:

@@ -17,7 +17,7 @@ class ForeignModel(NamedTuple):
     """Describes a model of other engines."""
 
     name: str
-    kinds: tuple[str, ...]  # of the engines that have it
+    kinds: tuple[str, ...]  # its engines' kinds
     available: bool  # one of them answers now
 
 

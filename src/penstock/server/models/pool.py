@@ -50,7 +50,7 @@ class PoolSettings(NamedTuple):
     aliases: tuple[Alias, ...] = ()
     trust_templates: bool = False  # chat templates in requests are rendered
     fallbacks: Fallbacks = MappingProxyType({})  # models that answer instead of others
-    paths: RequestPaths = RequestPaths()  # that requests may name
+    paths: RequestPaths = RequestPaths()  # paths that requests may name
 
 
 DEFAULT_SETTINGS = PoolSettings()

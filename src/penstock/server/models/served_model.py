@@ -37,11 +37,11 @@ class ServedModel(NamedTuple):
     name: str
     created: int  # seconds since 1970
     metrics: Metrics
-    path: Path | None = None  # of the model's files, if known
+    path: Path | None = None  # the model's files, if known
     aliases: tuple[str, ...] = ()  # patterns of further names
     trust_templates: bool = False  # chat templates in requests are rendered
     derived: DerivedModel | None = None  # whose settings it has, if that is another name for it
-    adapters: tuple[AdapterUse, ...] = ()  # that its name stands for
+    adapters: tuple[AdapterUse, ...] = ()  # implied by its name
     waits: WaitForecast | None = None  # refuses what would wait too long; None: nothing is
 
     @contextmanager

@@ -20,11 +20,11 @@ class ModelSource:
     """Describes a model that can be loaded. Nothing is read before it is."""
 
     name: str
-    make_client: Callable[[], EngineClient]  # of an engine that is not started yet
+    make_client: Callable[[], EngineClient]  # makes a client whose engine is not started yet
     load_text: Callable[[], Text]
-    path: Path | None = None  # of the model's files, if known
+    path: Path | None = None  # the model's files, if known
     derived: DerivedModel | None = None  # whose settings it has
-    expected_bytes: Callable[[], int] = lambda: 0  # that it will take when it is loaded, by its files as they are now
-    adapters: tuple[AdapterOption, ...] = ()  # that its engine has when it starts
+    expected_bytes: Callable[[], int] = lambda: 0  # estimate from its files
+    adapters: tuple[AdapterOption, ...] = ()  # loaded when its engine starts
     fixed: bool = True  # the server has it to its end; else it may go while the server runs
     check: Callable[[], None] = lambda: None  # raises if the headers of its files are wrong

@@ -13,7 +13,7 @@ from penstock.ipc.client import EngineClient
 from penstock.types import Event, Failed, Finished, Request, SamplingParams, Tokens
 
 GENERATE_SECONDS = 10.0  # after which an engine that generates nothing is not healthy
-FRESH_SECONDS = 1.0  # that a result counts for all who ask
+FRESH_SECONDS = 1.0  # a result is reused this long
 LOOK_SECONDS = 0.02  # between two looks at what an engine generates for others
 FIRST = -(2**31)  # a priority before all that clients may have
 PROBE, REQUESTS = "probe", "requests"  # whose token it was

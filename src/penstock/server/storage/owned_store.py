@@ -15,8 +15,8 @@ from typing import Generic, Protocol, TypeVar
 from penstock.errors import NotFound
 from penstock.server.storage.lasting_answers import LastingAnswers
 
-MAX_KEPT = 1024  # of one owner
-MAX_BYTES = 64 * 2**20  # of one owner, as JSON
+MAX_KEPT = 1024  # per owner
+MAX_BYTES = 64 * 2**20  # per owner, as JSON
 FULL_OWNERS = 8  # the limit of all owners together is this many times the limit of one
 
 
@@ -47,7 +47,7 @@ class _Shelf(Generic[S]):
     """Holds the answers of one owner."""
 
     def __init__(self) -> None:
-        self.answers: OrderedDict[str, tuple[S, int]] = OrderedDict()  # with their sizes; last used last
+        self.answers: OrderedDict[str, tuple[S, int]] = OrderedDict()  # id -> answer and size; last used last
         self.bytes = 0
 
     def put(self, stored: S) -> None:
@@ -78,7 +78,7 @@ class OwnedStore(Generic[S]):
         self._lasting = lasting
         self._most = most
         self._max_bytes = max_bytes
-        self._shelves: dict[str | None, _Shelf[S]] = {}  # by owner
+        self._shelves: dict[str | None, _Shelf[S]] = {}  # owner -> answers
 
     async def open(self) -> None:
         """Takes in what earlier servers have left on disk. Limits may have become smaller since."""

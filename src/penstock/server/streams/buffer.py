@@ -98,7 +98,6 @@ class EventBuffer:
         self._notify()
 
     def clear(self) -> None:
-        """Drops all events."""
         while self._events:
             self._drop_oldest()
 

@@ -22,8 +22,8 @@ from penstock.server.context.request_context import RequestContext
 from penstock.server.http.sse import EVENT_STREAM, Framing, StreamResponse, sent
 from penstock.server.streams.buffer import ByteBudget, EventBuffer
 
-RESUME_SECONDS = 60.0  # that a stream without a reader is kept
-STREAM_BYTES = 4 * 2**20  # of one stream's events
+RESUME_SECONDS = 60.0  # a stream without a reader is kept this long
+STREAM_BYTES = 4 * 2**20  # events of one stream
 TOTAL_BYTES = 64 * 2**20
 MOST_STREAMS = 4096  # kept at once, beyond those that still run
 EVENT_END = b"\n\n"
@@ -56,7 +56,7 @@ class KeptStream:
         self.tenant = tenant  # the API key that it belongs to; None: there are no keys
         self.framing = framing
         self.buffer = buffer
-        self.error: Exception | None = None  # that ended it
+        self.error: Exception | None = None  # the error that ended it
         self.gone = ""  # why it was ended early
         self.begun = False  # something of it was sent
         self.task: asyncio.Task[None] | None = None
@@ -118,7 +118,6 @@ class KeptStreams:
         return self._response(context, stream, -1)
 
     def find(self, id: str, tenant: str | None) -> KeptStream | None:
-        """Returns a tenant's stream, if it is kept."""
         stream = self._streams.get(id)
         return stream if stream is not None and stream.tenant == tenant else None
 
@@ -144,7 +143,6 @@ class KeptStreams:
         await asyncio.wait({stream.task})
 
     async def close(self) -> None:
-        """Ends all streams."""
         for stream in list(self._streams.values()):
             await self.delete(stream)
 

@@ -56,7 +56,6 @@ def set_up_logging(settings: LogSettings) -> None:
 
 
 def fields_of(record: logging.LogRecord) -> dict[str, Any]:
-    """Returns the fields of a record."""
     fields: dict[str, Any] = getattr(record, "fields", {})
     return fields
 

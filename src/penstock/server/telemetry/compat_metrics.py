@@ -66,7 +66,7 @@ class MetricNames(NamedTuple):
 
     renamed: Mapping[str, Sequence[str]]  # ours: theirs, by the name without _total
     derived: Mapping[str, Derive]  # ours: what makes figures of theirs from it
-    labels: Mapping[str, str] = {}  # of all its metrics
+    labels: Mapping[str, str] = {}  # common to its metrics
     further: Callable[[Mapping[str, Metric]], Iterable[Metric]] = _nothing  # makes metrics from all of ours
 
 

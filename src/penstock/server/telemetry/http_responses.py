@@ -12,7 +12,7 @@ from starlette.types import Scope
 NO_ROUTE = "none"  # the route of malformed requests and of unknown paths
 CLIENT_LEFT = 499  # the status of a request whose client left before there was an answer
 
-refused_connections: Counter[tuple[int, str]] = Counter()  # by status and reason: those that the protocol refused
+refused_connections: Counter[tuple[int, str]] = Counter()  # (status, reason) -> connections that the protocol refused
 
 
 class HttpResponses:

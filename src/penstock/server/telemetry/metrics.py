@@ -369,7 +369,6 @@ def _adapters(stats: Stats) -> Iterator[Metric]:
 
 
 def _disk(counts: DiskCounts) -> Iterator[Metric]:
-    """Yields the metrics of KV blocks on disk."""
     yield GaugeMetricFamily("penstock_kv_disk_blocks", "KV blocks on disk that can be reused", counts.blocks)
     yield GaugeMetricFamily("penstock_kv_disk_bytes", "Bytes that they take", counts.bytes)
     for name, help, value in (

@@ -36,7 +36,7 @@ class EndedRequest(msgspec.Struct, kw_only=True):
     prefill: float | UnsetType = UNSET
     decode: float | UnsetType = UNSET
     waited: dict[str, float] | UnsetType = UNSET  # before it was queued: for a grammar, an adapter, a pause or KV
-    loading: float | UnsetType = UNSET  # that it waited for its model
+    loading: float | UnsetType = UNSET  # waited for its model
     preemptions: int | UnsetType = UNSET
     recomputed_tokens: int | UnsetType = UNSET
     route: str | UnsetType = UNSET  # where it was sent and why, if several engines could answer
@@ -51,7 +51,7 @@ class RecentRequests:
     """Keeps the last requests that have ended."""
 
     def __init__(self) -> None:
-        self._ended: deque[tuple[str, EndedRequest]] = deque(maxlen=KEPT)  # with the tenant
+        self._ended: deque[tuple[str, EndedRequest]] = deque(maxlen=KEPT)  # tenant and request
 
     def add(self, context: RequestContext, finished: FinishedRequest) -> None:
         """Takes a request that has ended: a listener of Metrics."""

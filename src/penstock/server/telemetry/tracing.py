@@ -34,7 +34,7 @@ OPERATIONS = {
     "/api/embed": "embeddings",
     "/api/embeddings": "embeddings",
 }
-EXPORT_SECONDS = 2.0  # for the last spans when the server ends
+EXPORT_SECONDS = 2.0  # to send the last spans at shutdown
 
 
 def traces_to(url: str) -> Traces:
@@ -61,7 +61,7 @@ class RequestSpan:
         self.operation = operation
         self.finished: list[FinishedRequest] = []
         self._tracer = tracer
-        self._engines: dict[int, Span] = {}  # by the engine's request: the span of the engine that has it
+        self._engines: dict[int, Span] = {}  # engine's request -> span of its engine
         self._waited: set[int] = set()  # the engine's requests whose wait has a span
 
     def place(self, id: int, placement: RequestPlacement) -> None:
@@ -92,7 +92,6 @@ class RequestSpan:
         self.span.add_event("penstock.fallback", told)
 
     def _interrupt(self, id: int) -> None:
-        """Ends the span of the engine that has had a request, if there is one."""
         if (span := self._engines.pop(id, None)) is not None:
             span.set_attribute("error.type", "interrupted")
             span.set_status(StatusCode.ERROR)
@@ -112,7 +111,6 @@ class RequestSpan:
             span.end()
 
     def end(self) -> None:
-        """Ends the span and the spans of engines."""
         for span in self._engines.values():
             span.end()
         set_answer(self.span, self.finished)
@@ -192,7 +190,6 @@ class Traces:
 
 
 def _route_attributes(placement: RequestPlacement) -> dict[str, Any]:
-    """Returns the attributes of a routing decision."""
     names = {"source": placement.source, "computing": placement.computing}
     return {
         "penstock.replica": placement.replica,

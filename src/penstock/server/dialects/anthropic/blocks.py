@@ -101,7 +101,7 @@ TEXTS: dict[str, type[Any]] = {
     "document": AnthropicDocument,
     "search_result": AnthropicSearchResult,
 }
-BLOCKS: dict[str, dict[str, type[Any]]] = {  # by role: the types of blocks that it may have
+BLOCKS: dict[str, dict[str, type[Any]]] = {  # role -> allowed types of blocks
     "system": {"text": AnthropicText},
     "user": TEXTS | {"tool_result": AnthropicToolResult},
     "assistant": {"text": AnthropicText, "thinking": AnthropicThinking, "tool_use": AnthropicToolUse},
@@ -157,5 +157,4 @@ class BlockReader:
         return AnthropicText("text", "\n".join([*filter(None, (document.title, document.context)), *texts]))
 
     def _texts(self, content: str | list[dict[str, Any]], where: str) -> list[str]:
-        """Returns the texts of content that consists of text blocks only."""
         return [block.text for block in self.read(content, "system", where) if isinstance(block, AnthropicText)]

@@ -19,7 +19,7 @@ TOOL_NO_EFFECT: NoEffect = {
     "defer_loading": (False,),
     "eager_input_streaming": ANY_VALUE,
     "input_examples": ([],),
-    "max_characters": ANY_VALUE,  # of a file that the client shows: the client's own business
+    "max_characters": ANY_VALUE,  # the client applies it
 }
 
 

@@ -32,8 +32,8 @@ from penstock.server.models.served_model import ServedModel
 from penstock.text import Delta
 from penstock.types import SamplingParams
 
-VERSION = "1"  # of the one model
-DEFAULT_TOKENS = 16  # of Triton's vLLM backend
+VERSION = "1"  # every model has one version
+DEFAULT_TOKENS = 16  # Triton's vLLM backend has this default
 KSERVE = Framing(EVENT_STREAM, event, b"", KSERVE_ERRORS.encode)
 
 NO_EFFECT: NoEffect = {
@@ -101,7 +101,6 @@ async def _generate(served: ServedModel, http: HttpRequest, context: RequestCont
 
 
 def _fields(context: RequestContext, body: KserveBody) -> KserveSampling:
-    """Returns the sampling fields of all places in the body."""
     places: dict[str, dict[str, Any]] = {"parameters": body.parameters or {}}
     if body.sampling_parameters is not None:
         given = read_json(body.sampling_parameters, "sampling_parameters", "sampling_parameters")

@@ -41,7 +41,7 @@ from penstock.store.refs import catalogue_source, parse, with_scheme
 from penstock.text.chat import ChatTemplate, templates_in_folder, templates_in_metadata
 from penstock.text.infill import infill_of
 
-API_VERSION = "0.12.0"  # of the API that is implemented: clients decide by it what they may use
+API_VERSION = "0.12.0"  # of Ollama: clients choose features by it
 NEVER = "9999-12-31T23:59:59Z"
 
 NO_EFFECT: NoEffect = {"insecure": (False,), "options": ANY_VALUE, "system": ANY_VALUE, "verbose": ANY_VALUE}

@@ -49,7 +49,7 @@ class PullReader:
 class Pulls:
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._readers: dict[str, list[PullReader]] = {}  # by model: those of each pull in progress
+        self._readers: dict[str, list[PullReader]] = {}  # model -> readers of its pull
 
     def join(self, ref: str, reader: PullReader) -> None:
         with self._lock:

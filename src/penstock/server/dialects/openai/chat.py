@@ -105,7 +105,7 @@ class ChatBody(GenerationFields):
     prediction: Prediction | None = None  # text that the client expects in the answer: it is drafted
     verbose: bool | None = None  # asks for the rendered prompt, in llama.cpp's __verbose
     store: bool | None = None  # the answer can be retrieved later, see stored_chats.py
-    metadata: Any = None  # of a stored answer
+    metadata: Any = None  # stored with the answer
 
 
 class ChatStyle(NamedTuple):
@@ -267,7 +267,7 @@ class ChatWriter:
         self._choices = [
             ChatChoice(index, AssistantMessage(echo), self._tokens.logprobs([])) for index in range(len(turn.requests))
         ]
-        self._templates: dict[int, ChunkTemplate] = {}  # of choices of which something was streamed
+        self._templates: dict[int, ChunkTemplate] = {}  # choices with a first chunk
         self.on_end: Callable[[ChatCompletion], None] | None = None  # is called with the whole answer, streamed or not
 
     def collect(self, choice: int, delta: Delta) -> None:
@@ -277,7 +277,6 @@ class ChatWriter:
             self._explanation.end(choice, delta)
 
     def _add(self, choice: int, delta: Delta, parts: Sequence[AnswerPart]) -> None:
-        """Adds a delta to the whole answer."""
         answer = self._choices[choice]
         for part in parts:
             add_part(answer.message, part)

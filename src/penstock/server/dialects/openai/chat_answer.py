@@ -100,7 +100,6 @@ class ChatCompletionChunk(CompletionHead, kw_only=True):
 
 
 def add_part(message: AssistantMessage, part: AnswerPart) -> None:
-    """Adds a part of the answer to the message."""
     match part:
         case Content(text):
             message.content = (message.content or "") + text

@@ -26,7 +26,7 @@ from penstock.server.http.sse import json_response
 from penstock.server.models.pool import ModelPool
 from penstock.server.services import Endpoints, Services
 
-BATCH_INPUT_SECONDS = 30 * DAY  # that a batch's input is kept by default
+BATCH_INPUT_SECONDS = 30 * DAY  # default expiry of a batch's input
 MAX_FILENAME = 255
 
 S = TypeVar("S", bound=msgspec.Struct)

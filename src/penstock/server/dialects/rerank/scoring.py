@@ -18,7 +18,7 @@ from penstock.text.embedding import Vector, shortened, state_of, truncate_prompt
 from penstock.text.pairs import PairPrompts, check_labels, check_scores, classify_request, cosine
 from penstock.types import Limits, Request
 
-MAX_PAIRS = 2048  # of one HTTP request
+MAX_PAIRS = 2048  # in one HTTP request
 
 
 class Pair(NamedTuple):
@@ -47,9 +47,9 @@ class Cutting(NamedTuple):
 class Scored(NamedTuple):
     """Holds the results for some pairs or texts."""
 
-    logits: list[Vector]  # of each: one for each label, or the cosine similarity of the two embeddings
-    tokens: int  # of all prompts
-    cached: int = 0  # of these, how many whose KV was reused
+    logits: list[Vector]  # per pair: one for each label, or the cosine similarity of the two embeddings
+    tokens: int  # all prompts together
+    cached: int = 0  # tokens with reused KV
 
 
 class CachedTokens(msgspec.Struct):

@@ -93,7 +93,7 @@ class ResponseWriter:
         self._sent = 0  # events
         self._begun = False
         self._open_item: OpenItem | None = None
-        self._scores: list[TokenEntry] = []  # of tokens whose text is not complete yet
+        self._scores: list[TokenEntry] = []  # tokens with incomplete text
 
     # -- as an AnswerWriter ----------------------------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ class OpenItem(ABC):
     """Represents an item that is still being written."""
 
     item: Item
-    parts: tuple[type[AnswerPart], ...]  # that belong to such an item
+    parts: tuple[type[AnswerPart], ...]  # parts of such an item
 
     def __init__(self, index: int) -> None:
         self._index = index

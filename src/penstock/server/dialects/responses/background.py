@@ -14,7 +14,7 @@ from penstock.server.dialects.responses.events import ResponseEvent, framed
 from penstock.server.streams.buffer import ByteBudget, EventBuffer
 from penstock.server.streams.kept import numbered
 
-STREAM_BYTES = 16 * 2**20  # of one response's events that are kept
+STREAM_BYTES = 16 * 2**20  # kept events of one response
 
 log = logging.getLogger(__name__)
 

@@ -22,7 +22,6 @@ class LifecycleEvent(ResponseEvent):
 
 
 def _lifecycle(status: str) -> type[LifecycleEvent]:
-    """Returns the event that a response has reached this status."""
     name = "Response" + status.title().replace("_", "")
     return cast("type[LifecycleEvent]", msgspec.defstruct(name, [], bases=(LifecycleEvent,), tag=f"response.{status}"))
 

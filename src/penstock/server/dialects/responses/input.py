@@ -35,7 +35,7 @@ from penstock.server.http.bodies import ANY_VALUE, NoEffect, leave_out, read_obj
 
 Rendered = dict[str, Any]  # a message as chat templates take it
 
-KINDS: dict[str, tuple[type[Item], str]] = {  # by type: the struct, and the prefix of new ids
+KINDS: dict[str, tuple[type[Item], str]] = {  # type -> struct, prefix of new ids
     "message": (MessageItem, "msg"),
     "reasoning": (ReasoningItem, "rs"),
     "function_call": (FunctionCallItem, "fc"),
@@ -259,7 +259,6 @@ def _assistant(turn: Sequence[Item]) -> Rendered:
 
 
 def _name(item: CallItem) -> str:
-    """Returns the name that the model knows the called tool by."""
     return LOCAL_SHELL if isinstance(item, LocalShellItem) else flat_name(item.name, item.namespace or None)
 
 

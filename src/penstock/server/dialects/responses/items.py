@@ -55,7 +55,7 @@ class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call", fo
     name: str
     arguments: str
     status: Status = "completed"
-    namespace: str | UnsetType = UNSET  # of the tool, if it is in one
+    namespace: str | UnsetType = UNSET  # the tool's, if it has one
 
 
 class CustomCallItem(msgspec.Struct, tag_field="type", tag="custom_tool_call", forbid_unknown_fields=True):

@@ -87,7 +87,7 @@ class CalledTool(NamedTuple):
 
 class ResponseTools(NamedTuple):
     use: ToolUse
-    called: dict[str, CalledTool]  # by the name that the model knows
+    called: dict[str, CalledTool]  # model's name of the tool -> tool
 
     def of_call(self, name: str) -> CalledTool:
         return self.called.get(name, CalledTool(name))

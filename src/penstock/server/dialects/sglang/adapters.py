@@ -26,7 +26,7 @@ NO_EFFECT: NoEffect = {
 class SglangLoadAdapter(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     lora_name: Annotated[str, Meta(min_length=1)]
     lora_path: Annotated[str, Meta(min_length=1)]
-    model: str | None = None  # that the adapter is for; left out: the first
+    model: str | None = None  # default: the first
 
 
 class SglangUnloadAdapter(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

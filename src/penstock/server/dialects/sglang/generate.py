@@ -36,7 +36,7 @@ from penstock.server.models.served_model import ServedModel
 from penstock.text import Delta, Tokenizer
 from penstock.types import AdapterUse, Request, TokenLogprob
 
-MAX_PROMPTS = 1024  # with all their answers, in one request
+MAX_PROMPTS = 1024  # in one request, times the number of answers
 
 NO_EFFECT: NoEffect = {
     "audio_data": ([],),
@@ -166,7 +166,6 @@ def given_prompts(text: str | list[str] | None, ids: list[int | list[int]] | Non
 
 
 def _each(given: Any, count: int, param: str) -> list[Any]:
-    """Returns a setting for each prompt: the same for all, or one from a list."""
     if not isinstance(given, list):
         return [given] * count
     if len(given) != count:
@@ -192,7 +191,7 @@ class SglangMeta(msgspec.Struct):
     finish_reason: SglangFinish | None = None
     completion_tokens: int = 0
     cached_tokens: int = 0
-    weight_version: str | UnsetType = UNSET  # of the weights that computed its end; at the end
+    weight_version: str | UnsetType = UNSET  # in the last chunk: the weights at its end
     e2e_latency: float | UnsetType = UNSET  # seconds; at the end
     input_token_logprobs: list[LogprobEntry] | UnsetType = UNSET
     output_token_logprobs: list[LogprobEntry] | UnsetType = UNSET

@@ -32,7 +32,7 @@ from penstock.server.models.served_model import ServedModel
 from penstock.text import Delta, Tokenizer, seed_of_choice
 from penstock.types import AdapterUse, Request, SamplerChain, SamplingParams, TokenLogprob
 
-DEFAULT_TOKENS = 100  # of Text Generation Inference
+DEFAULT_TOKENS = 100  # TGI's
 FINISH_REASONS = {"length": "length", "stop": "eos_token", "abort": "length"}  # TGI has no word for an abort
 
 TGI = Framing(EVENT_STREAM, event, b"", TGI_ERRORS.encode)
@@ -159,7 +159,6 @@ def _check(given: TgiParameters, streaming: bool) -> None:
 
 
 def _sampling(served: ServedModel, given: TgiParameters, scored: bool) -> list[SamplingParams]:
-    """Returns the sampling of each of the answers of which the best is returned."""
     fields = SamplingFields(
         temperature=given.temperature if given.samples else 0.0,
         top_k=given.top_k,
@@ -308,7 +307,6 @@ class TgiOutput:
         return [self._token(TokenLogprob(token, logprob)) for token, logprob in scored.top]
 
     def _token(self, scored: TokenLogprob, text: str | None = None) -> TgiToken:
-        """Returns a token with its own text, or with this one."""
         special = text is None and scored.token in self._tokenizer.special_ids
         shown = self._tokenizer.token_text(scored.token) if text is None else text
         return TgiToken(scored.token, shown, finite_logprob(scored.logprob), special)

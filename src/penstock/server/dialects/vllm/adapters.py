@@ -23,7 +23,7 @@ class LoadAdapter(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     lora_name: Annotated[str, Meta(min_length=1)]
     lora_path: Annotated[str, Meta(min_length=1)]
     load_inplace: bool = False  # an adapter of the same name is replaced
-    model: str | None = None  # that the adapter is for; left out: the first
+    model: str | None = None  # default: the first
 
 
 class UnloadAdapter(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

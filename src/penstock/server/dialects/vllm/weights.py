@@ -52,7 +52,7 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class WeightInfo(msgspec.Struct):
     weight_version: str
     updates: int  # since the server was started
-    path: str | None  # that the weights came from; null: they are the model's own
+    path: str | None  # source of the weights; null: the model's own files
 
 
 class Updated(WeightInfo):
