@@ -76,7 +76,6 @@ class ForkLauncher:
     """Starts each engine as a fork of a process that has imported what engines need: that saves most of a start."""
 
     def warm_up(self) -> None:
-        """Starts that process, if there is none, so that the next engine does not wait for its imports."""
         from multiprocessing.forkserver import ensure_running
 
         _forkserver()
@@ -143,7 +142,6 @@ class ForkedChild:
                 os.kill(self.pid, signal.SIGKILL)
 
     async def _exit_code(self) -> int:
-        """Returns the exit code once the fork parent has told it, or UNSEEN if that dies before."""
         await _until_readable(self._process.sentinel)
         code = self._process.exitcode
         if code is not None and code != PARENT_DIED:
@@ -153,7 +151,7 @@ class ForkedChild:
             await asyncio.to_thread(self._replace_parent)
         except OSError as error:  # the next launch tries it again
             log.warning("the process that forks engines could not be replaced: %s", error)
-        if self._handle is None:  # this system has no handles: only this makes sure that the engine has ended
+        if self._handle is None:  # without pidfds only a kill makes sure that the engine has ended
             self.kill()
         return UNSEEN
 
@@ -183,7 +181,7 @@ def _fork_parent() -> int:
 
 
 def _status(pid: int) -> tuple[str, int]:
-    """Returns the state of a process and the id of its parent; nothing where the system has no such files."""
+    """Returns the state of a process and the id of its parent; an empty state on systems without such files."""
     try:
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except (OSError, ValueError):
@@ -217,7 +215,6 @@ def preloaded() -> list[str]:
 
 @cache
 def _forkserver() -> ForkServerContext:
-    """Returns the one context that forks engines, with what they import named."""
     import multiprocessing
 
     context = multiprocessing.get_context("forkserver")
