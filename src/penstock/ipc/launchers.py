@@ -30,6 +30,7 @@ STOPPED_SECONDS = 0.5  # between two looks whether the fork parent is
 UNSEEN = -1024  # stands for the exit code of an engine whose fork parent has died before it
 PARENT_DIED = 255  # what multiprocessing says then
 HOST = (sys.executable, "-m", "penstock.ipc.host")
+FORK_PAUSES = (0.0, 0.0, 0.2)  # seconds before each try: a fork parent that was killed may take a moment to end
 WARM_UP_AFTER = 1.0  # seconds after the first engine was launched: it has its own imports behind it
 PRELOADED = ["penstock.ipc.fork_parent", "penstock.engine.preloaded", "penstock.ipc.host"]
 
@@ -83,14 +84,14 @@ class ForkLauncher:
 
     async def launch(self, address: str, config: Config) -> ForkedChild:
         given = address, msgspec.json.encode(config)
-        try:
-            process = await _forked(given)
-        except (OSError, EOFError):  # the fork parent has just died: this starts another
+        failure: Exception | None = None
+        for pause in FORK_PAUSES:
+            await asyncio.sleep(pause)
             try:
-                process = await _forked(given)
-            except EOFError as error:
-                raise OSError("the process that forks engines ends again and again") from error
-        return ForkedChild(process, self.warm_up)
+                return ForkedChild(await _forked(given), self.warm_up)
+            except (OSError, EOFError) as error:  # the fork parent has just died: this starts another
+                failure = error
+        raise OSError("the process that forks engines ends again and again") from failure
 
 
 FORKING = ForkLauncher()
