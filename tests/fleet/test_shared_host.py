@@ -257,7 +257,7 @@ def test_the_index_is_what_a_full_scan_finds() -> None:
             view, told = client._router.view, []
             assert view is not None
             followed = view._index.held_by(0)
-            client.take_snapshot = lambda _, snapshot: told.append(snapshot)  # type: ignore[method-assign]
+            client._lifecycle.take_snapshot = lambda _, snapshot: told.append(snapshot)  # type: ignore[method-assign]
             (replica,) = client._members.ready()
             replica.ask_snapshot()
             await until(lambda: told)

@@ -1,3 +1,3 @@
 """Serves one model on many replicas: decides which replica answers a request, and simulates how that goes."""
 
-MOST_REPLICAS = 10_000  # of one fleet
+MOST_REPLICAS = 10_000

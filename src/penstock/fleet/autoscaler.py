@@ -1,4 +1,4 @@
-"""Has a steward follow the load of its gateways, within bounds that can be changed while the fleet runs."""
+"""Follows the load of a fleet's gateways, within bounds that can be changed while the fleet runs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ class Autoscaler:
         return Scaler(EngineTiming(), ServiceTargets(spec.ttft, spec.itl or inf), bounds)
 
     def decide(self, measured: Sequence[MeasuredLoad], replicas: int, now: float) -> int:
-        """Returns how many replicas there are to be where so many are wanted now, by what gateways have measured."""
         if self._scaler is None or not measured:
             return replicas
         self._scaler.timing = max(measured, key=lambda each: each.load.arrivals).timing
@@ -49,7 +48,6 @@ class Autoscaler:
         return decision.replicas
 
     def status(self, wanted: int) -> ScaleStatus:
-        """Returns how many replicas are wanted, within which bounds, and why."""
         if self._scaler is None:
             return ScaleStatus(wanted, wanted, wanted)
         return ScaleStatus(wanted, self.spec.least, self.spec.most, self._reason)

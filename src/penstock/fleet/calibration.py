@@ -6,11 +6,11 @@ from penstock.fleet.timing import EngineTiming
 from penstock.types import Limits
 
 FIRST = (5e-4, 0.0, 5e-3)  # seconds of a prompt's token, of a pair of such, of a step that answers: until one is known
-KEEP = 0.95  # of what was believed, with each new report
+KEEP = 0.95  # weight of the old estimate at each new report
 PULL = 5e-5  # seconds that a token takes to be read from another replica, until that is known
 OFFERED = 2.0  # times as long as reading takes: the other has to offer it, and it has to be put in place
 CHANGED = 0.1  # the share by which a time has to differ from the router's before that gets another
-MOST = 10.0  # seconds: what is more is no measurement
+MOST = 10.0  # seconds; a longer step was interrupted and does not count
 
 
 class TimingFit:
@@ -26,7 +26,7 @@ class TimingFit:
         self._used = tuple(FIRST)
 
     def observe_pulls(self, tokens: int, seconds: float) -> bool:
-        """Takes what a replica counts of blocks that it has read from others; returns whether `timing` has changed."""
+        """Takes a replica's counts of blocks read from others; returns whether `timing` has changed."""
         if not tokens:
             return False
         new = OFFERED * seconds / tokens

@@ -56,7 +56,7 @@ class FleetClient(RequestClient):
         self._members = Membership(source, lambda: Credentials(self.name, source.secret), self._lifecycle)
 
     async def start(self, *, yielding: bool = False) -> Hello:
-        """Waits for the first replica; raises the error that keeps all from starting. `yielding` has no effect."""
+        """Waits for the first replica; raises the error that keeps all from starting. `yielding` is ignored."""
         if self.state is EngineState.STARTING:
             await self._members.start()
         if self.hello is None:

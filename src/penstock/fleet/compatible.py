@@ -22,5 +22,4 @@ def difference(fleet: Hello, replica: Hello) -> str:
 
 
 def _model_limits(limits: Limits) -> dict[str, object]:
-    """Returns the limits that follow from the model and not from the machine."""
     return {name: value for name, value in limits._asdict().items() if name not in VARIES}

@@ -39,7 +39,7 @@ class FleetControl:
         self._answers = answers
         self._settings = settings
         self._next_id = next_id
-        self._paused: set[tuple[str, int]] = set()  # engines that were told here to pause, by name and epoch
+        self._paused: set[tuple[str, int]] = set()  # engines that this gateway paused, by name and epoch
         self._learning: asyncio.Task[None] | None = None  # the digests of adapters that requests have named
 
     def close(self) -> None:
@@ -47,8 +47,8 @@ class FleetControl:
             self._learning.cancel()
 
     async def ask_all(self, message: Control[Any], replicas: Sequence[Replica]) -> Event:
-        """Asks these replicas and those that join meanwhile, and returns one answer for all. Replicas that are lost
-        meanwhile do not count. If one refuses, the message has no effect on others."""
+        """Asks these replicas and those that join meanwhile, and returns one answer for all. Lost replicas do not
+        count. If one refuses, the message takes effect nowhere."""
         asked, answers = list(replicas), list[Event | BaseException]()
         while rest := asked[len(answers) :]:
             answers += await asyncio.gather(*(self.ask(each, message) for each in rest), return_exceptions=True)
@@ -66,7 +66,7 @@ class FleetControl:
         return _together(list(events.values()))
 
     async def ask(self, replica: Replica, message: Control[Any]) -> Event:
-        """Asks one replica, and remembers whether it was told to pause: it may be lost before it answers."""
+        """Asks one replica, and remembers a pause at once: the replica may be lost before it answers."""
         key = replica.name, replica.info.epoch
         if isinstance(message, Pause):
             self._paused.add(key)
@@ -79,7 +79,7 @@ class FleetControl:
         """Brings a replica to the state of the others. The weights of the `first` one are the fleet's."""
         settings = self._settings
         told: tuple[object, ...] = ()
-        while told != (told := self._told()):  # the others were told more meanwhile
+        while told != (told := self._told()):  # the others have changed meanwhile
             has = await self.ask(replica, DescribeWeights())
             assert isinstance(has, WeightState)
             if first:

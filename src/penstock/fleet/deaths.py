@@ -11,26 +11,25 @@ from penstock.fleet.directory import Death
 from penstock.ipc.crashes import LostRequests
 from penstock.ipc.streams import RequestStreams
 
-WORD_SECONDS = 0.5  # that requests wait to hear how their engine died, if it had not answered them
-DOUBTED_WORD_SECONDS = 5.0  # that they wait if one was doubted before: without the word it ends another engine
+WORD_SECONDS = 0.5  # longest wait for the cause of an engine's death
+DOUBTED_WORD_SECONDS = 5.0  # the same if a request was doubted before: it would end another engine
 TURN_SECONDS = 1.0  # between the gateways that a death makes doubt their requests: two are not to try some at once
 
 EngineLife = tuple[str, int]  # a replica's name, and the epoch of its engine
 
 
 class DeathNotices:
-    """Holds the requests of lost engines until a keeper tells how these died, or has not for too long. `client` is the
-    name that engines know the gateway by."""
+    """Holds the requests of lost engines until a keeper reports the cause, or is too late. `client` is the gateway's
+    name at engines."""
 
     def __init__(self, client: str, streams: RequestStreams) -> None:
         self._client = client
         self._streams = streams
         self._known: dict[EngineLife, Death] = {}
         self._awaited: dict[EngineLife, LostRequests] = {}
-        self._overdue: dict[EngineLife, LostRequests] = {}  # that went on without a word
+        self._overdue: dict[EngineLife, LostRequests] = {}  # the cause did not come in time
 
     def lose(self, life: EngineLife, lost: LostRequests) -> None:
-        """Takes the requests of an engine that was lost and that nobody has asked to end."""
         if (death := self._known.get(life)) is not None:
             self._judge(lost, death)
         elif lost.unanswered or lost.answered:
@@ -42,7 +41,6 @@ class DeathNotices:
             asyncio.get_running_loop().call_later(seconds, self._stop_waiting, life, lost)
 
     def explain(self, death: Death) -> None:
-        """Takes the word of whoever kept an engine that has died."""
         life = death.replica, death.epoch
         self._known[life] = death
         if (lost := self._awaited.pop(life, None)) is not None:
@@ -81,7 +79,7 @@ class DeathNotices:
         self._streams.dispatcher.dispatch()
 
     def _stop_waiting(self, life: EngineLife, lost: LostRequests) -> None:
-        """Lets requests go on whose engine nobody has told about: one after the other."""
+        """Frees the requests of an engine whose cause of death did not come in time: one after the other."""
         if self._awaited.get(life) is not lost:
             return
         del self._awaited[life]

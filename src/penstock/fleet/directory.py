@@ -1,4 +1,4 @@
-"""Defines what a fleet's gateway is told about its replicas, and by whom."""
+"""Defines the directory of a fleet's replicas, and its source."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 
 class ReplicaState(StrEnum):
-    """Says what a replica is good for."""
+    """The states of a replica."""
 
     STARTING = "starting"
     READY = "ready"
@@ -21,8 +21,8 @@ class ReplicaInfo(NamedTuple):
 
     name: str  # such as smollm2-0
     address: str = ""  # where clients join its engine; empty while that starts
-    pid: int = 0  # of the engine process
-    epoch: int = 0  # of the engine: another one after each start
+    pid: int = 0  # the engine process
+    epoch: int = 0  # changes at each start of the engine
     state: ReplicaState = ReplicaState.STARTING
     host: str = ""  # the machine
     reason: str = ""  # why it has ended or cannot start
@@ -33,7 +33,7 @@ class Death(NamedTuple):
 
     replica: str
     epoch: int
-    crashed: bool  # for a reason of its own; else it was killed from outside
+    crashed: bool  # False: it was killed from outside
     suspects: tuple[tuple[str, int], ...]  # whom it was working on: the client's name and the request's id
 
 
@@ -50,7 +50,7 @@ class DirectorySource(Protocol):
 
     @property
     def secret(self) -> str:
-        """Returns what engines of the fleet ask of those who join."""
+        """Returns the secret with which gateways join engines."""
 
     async def start(self) -> Directory:
         """Returns the directory once a replica is ready; raises what keeps all of them from starting."""

@@ -1,9 +1,9 @@
-"""Forks keepers and engine processes from a process that has imported what they need: `python -m penstock.fleet.forks
-SOCKET`. That process is nobody's child and outlives whoever started it.
+"""Forks keepers and engine processes from a process that has imported their modules: `python -m penstock.fleet.forks
+SOCKET`. That process is detached and outlives its starter.
 
-Who wants a fork connects to the socket and sends a line of JSON. The process answers with a line that has the fork's
-pid, and with another that has its exit code when it has ended. The fork has the other end of the connection too, so
-that it sees when the one who wanted it has ended.
+A client connects to the socket and sends a line of JSON. The process answers with a line that has the fork's pid, and
+at its end with another that has its exit code. The fork has the other end of the connection too, and so notices when
+the client ends.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from penstock.ipc.launchers import UNSEEN, preloaded
 KEEPER, ENGINE = "keeper", "engine"
 UNUSED_SECONDS = 15.0  # after which a process without forks exits
 LOOK_SECONDS = 1.0  # between two looks whether its folder is still there
-START_SECONDS = 20.0  # that it has to start in
+START_SECONDS = 20.0  # limit for a start
 RETRY_SECONDS = 0.01
 STDIN, STDOUT, STDERR = 0, 1, 2
 
 
 class ForkRequest(msgspec.Struct, frozen=True):
-    """Says what a fork is to run: a keeper with its spec, or an engine with its config, as JSON."""
+    """Asks for a fork: a keeper with its spec, or an engine with its config, as JSON."""
 
     kind: str
     payload: msgspec.Raw
-    address: str = ""  # of an engine's client
+    address: str = ""  # the socket of an engine's client
 
 
 class LiveFork(NamedTuple):
@@ -144,7 +144,6 @@ def _first_line(connection: socket.socket) -> bytes:
 
 
 def _is_wanted(connection: socket.socket) -> bool:
-    """Returns whether the one who wanted this fork is still there."""
     try:
         return bool(connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
     except BlockingIOError:
@@ -154,8 +153,8 @@ def _is_wanted(connection: socket.socket) -> bool:
 
 
 def main(path: str) -> None:
-    """Imports what forks need and serves the socket, detached from whoever has started this. Exits at once if another
-    process does so already."""
+    """Imports the modules of forks and serves the socket, detached from its parent. Exits at once if another process
+    does so already."""
     lock = _lock(path)
     if lock is None or os.fork():
         os._exit(0)
@@ -205,7 +204,7 @@ def start_forking(path: str) -> None:
 
 
 class RemoteFork:
-    """Represents a fork to whoever wanted it."""
+    """Represents a fork to its client."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pid: int) -> None:
         self.pid = pid

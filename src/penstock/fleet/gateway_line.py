@@ -79,13 +79,11 @@ class GatewayLine:
             self.counts[AT_ONCE] += 1
 
     def charge(self, answers: Iterable[Tokens]) -> None:
-        """Charges tenants for their generated tokens while others wait."""
         if len(self._queue):
             for event in answers:
                 self._queue.generated(event.seq, len(event.tokens))
 
     def forget(self, id: int, generated: int) -> None:
-        """Removes a request that has ended after so many tokens of its answer."""
         if self._queue.waits(id):
             self.counts[LEFT] += 1
         elif generated:
@@ -97,7 +95,6 @@ class GatewayLine:
         self._meter.arrive(len(request.prompt), self._view.uncached(request, salt), time.monotonic())
 
     def measured(self) -> MeasuredLoad:
-        """Returns the load of this gateway and the speed of replicas."""
         return MeasuredLoad(self._meter.load(len(self._queue), time.monotonic()), self._view.timing)
 
     def _wait(self, request: Request, salt: str) -> None:
@@ -110,7 +107,6 @@ class GatewayLine:
         loop.call_soon(self._advance)
 
     def _expire(self) -> None:
-        """Ends the requests whose deadline has passed while they waited here."""
         self._queue.now = time.monotonic()
         failed = self._queue.expire()
         self.counts[EXPIRED] += len(failed)

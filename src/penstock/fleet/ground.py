@@ -1,4 +1,4 @@
-"""Starts keepers somewhere: on this machine, or (ray_ground.py) on those of a Ray cluster."""
+"""Starts keepers on this machine, or (ray_ground.py) on the machines of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Ground(Protocol):
         """Starts a keeper; raises what keeps it from starting."""
 
     async def forget(self, name: str) -> None:
-        """Gives back what a replica had that has ended."""
+        """Frees the resources of a replica that has ended."""
 
     async def close(self) -> None: ...
 
@@ -46,7 +46,7 @@ def own_address(other: str = ELSEWHERE) -> str:
         try:
             probe.connect((other, 1))
         except OSError:
-            return LOOPBACK  # there is no network
+            return LOOPBACK  # without a network
         return str(probe.getsockname()[0])
 
 
@@ -84,7 +84,6 @@ class LocalGround:
 
 
 def make_ground(spec: FleetSpec, lost: Lost) -> Ground:
-    """Returns where the keepers of a fleet run."""
     if spec.ground == LOCAL:
         return LocalGround(lost)
     from penstock.fleet.ray_ground import RayGround

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from penstock.engine.chain_hash import native_block_table
 
 REMOVED, HOST, DEVICE = 0, 1, 2  # where a block lies now: nowhere, in host memory, on the device
-BITS = (0, 2, 3)  # by tier; of a replica's two bits, the low one means "on the device", the high one "held at all"
+BITS = (0, 2, 3)  # index: tier; low bit: on the device, high bit: held at all
 
 BlockChange = tuple[int, Hashable]  # tier, chain hash
 
@@ -18,12 +18,12 @@ class BlockTable(Protocol):
 
     @property
     def get(self) -> Callable[[Any, int], int]:
-        """Returns what looks a block's bits up, and returns a given number if nobody holds it."""
+        """Returns a function that looks up a block's bits, with a default."""
 
     def __len__(self) -> int: ...
 
     def write(self, replica: int, changes: Iterable[BlockChange], bits: tuple[int, int, int]) -> None:
-        """Applies changes to what a replica holds; `bits` are its bits by tier."""
+        """Applies changes to a replica's blocks; `bits` are its bits by tier."""
 
     def clear(self, replica: int) -> None:
         """Takes a replica from the holders of every block."""
@@ -69,7 +69,7 @@ class PythonBlockTable:
 
 
 def chain_hash_table() -> BlockTable:
-    """Returns the fastest table for chain hashes of 16 bytes: a native one, of which an access costs one cache miss
-    in place of four, or that in Python where the extension is not built."""
+    """Returns the fastest table for chain hashes of 16 bytes: the native one, with one cache miss per access instead of
+    four, or the Python one if the extension is not built."""
     native = native_block_table()
     return PythonBlockTable() if native is None else native

@@ -32,7 +32,7 @@ class PrefixHolders(list[tuple[int, int]]):
     fleet holds the beginning."""
 
     def of(self, replica: int) -> Holding | None:
-        """Returns what one replica holds; None: nothing."""
+        """Returns the blocks of one replica; None: it has none."""
         device, on_device = 0, 1 << 2 * replica
         held = on_device << 1
         for depth, bits in self:
@@ -43,7 +43,7 @@ class PrefixHolders(list[tuple[int, int]]):
         return None
 
     def deepest(self, count: int, above: int = 0) -> list[int]:
-        """Returns so many replicas that hold most, or fewer: those that hold more than `above` blocks."""
+        """Returns at most `count` replicas with the most blocks, and more than `above`."""
         found: dict[int, None] = {}
         for depth, bits in reversed(self):
             if depth <= above:
@@ -72,13 +72,12 @@ class BlockIndex:
         self._table: BlockTable = PythonBlockTable() if table is None else table
         self._feeds: dict[int, _Feed] = {}
         self._live = 0  # bits of the replicas whose events have no gap
-        self._forks: dict[Hashable, int] = {}  # by first block: where the last prompt with it parted from others
+        self._forks: dict[Hashable, int] = {}  # first block -> depth where its last prompt diverged
 
     def __len__(self) -> int:
         return len(self._table)
 
     def is_live(self, replica: int) -> bool:
-        """Returns True if the index knows all that the replica holds, so that lookups may name it."""
         return bool(self._live >> 2 * replica & 1)
 
     def apply(self, replica: int, epoch: int, first: int, changes: Sequence[BlockChange]) -> bool:
@@ -103,8 +102,8 @@ class BlockIndex:
         return True
 
     def restore(self, replica: int, epoch: int, following: int, held: Iterable[BlockChange]) -> None:
-        """Replaces what is known of a replica by a snapshot. `following` is the number of the first event after it.
-        A snapshot of an earlier life is ignored."""
+        """Replaces a replica's blocks by a snapshot. `following` is the number of the first event after it. A snapshot
+        of an earlier life is ignored."""
         feed = self._feeds.setdefault(replica, _Feed())
         if epoch in feed.retired:
             return
@@ -129,7 +128,7 @@ class BlockIndex:
             return found
         get, last = self._table.get, len(hashes) - 1
         at, bits = 0, get(hashes[0], 0) & self._live
-        ahead = [(last, get(hashes[last], 0))] if bits else []  # what is known of deeper blocks, the nearest one last
+        ahead = [(last, get(hashes[last], 0))] if bits else []  # known deeper blocks, the nearest one last
         fork = self._forks.get(hashes[0], 0)
         if bits and 1 < fork < last:
             ahead += [(fork, get(hashes[fork], 0)), (fork - 1, get(hashes[fork - 1], 0))]
@@ -153,7 +152,6 @@ class BlockIndex:
         return found
 
     def held_by(self, replica: int) -> set[BlockChange]:
-        """Returns every block that the index believes a replica to hold, as a snapshot has them."""
         return {(DEVICE if own & 1 else HOST, block) for own, block in self._table.held_by(replica)}
 
     def _remember_fork(self, first: Hashable, depth: int) -> None:
@@ -197,7 +195,6 @@ class Predictions:
         self._ends.append((prediction, some))
 
     def expire(self, now: float) -> None:
-        """Forgets predictions that have ended, in the order in which they were made."""
         last = self._last
         while self._ends and self._ends[0][0].until <= now:
             prediction, some = self._ends.popleft()
@@ -206,7 +203,6 @@ class Predictions:
                     del last[block]
 
     def depths(self, hashes: Sequence[Hashable], now: float) -> dict[int, int]:
-        """Returns how many leading blocks of a prompt each replica is predicted to hold, or a few less."""
         found: dict[int, int] = {}
         if not self._last:
             return found
@@ -237,5 +233,4 @@ class PrefixHeat:
 
 
 def _some(hashes: Sequence[Hashable]) -> list[Hashable]:
-    """Returns the first blocks of a prompt, and of the rest one in so many."""
     return [*hashes[:DENSE], *hashes[DENSE::STRIDE]]

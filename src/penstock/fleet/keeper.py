@@ -1,7 +1,7 @@
-"""Keeps one replica running: starts its engine, starts it again when it dies, and tells the steward.
+"""Keeps one replica running: starts its engine, restarts it when it dies, and reports to the steward.
 
-A keeper is a process of its own and needs nobody: while there is no steward, it goes on as before, and says who it is
-when there is one again. When it ends without having been told to, its engine goes on as long as gateways use it.
+A keeper is a process of its own. Without a steward it continues as before, and reports to the next one. When it ends
+unasked, its engine continues as long as gateways use it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,6 @@ class Keeper:
         self._steward.setsockopt(zmq.SNDHWM, 8)
 
     async def run(self) -> None:
-        """Keeps the replica until it is told to end it, or hears of no steward for too long."""
         self._steward.connect(self._spec.steward)
         others = [asyncio.create_task(self._report_again_and_again()), asyncio.create_task(self._listen())]
         keeping = asyncio.create_task(self._keep_running())
@@ -116,7 +115,7 @@ class Keeper:
             await self._lose(engine, f"the engine process {engine.hello.pid} {ending}")
 
     async def _launch(self) -> None:
-        if self._failures > 2:  # what is in the KV cache may be why
+        if self._failures > 2:  # the KV cache may be the cause
             self._kv.close()
         listen = f"tcp://{own_address(_host_in(self._spec.steward))}:*" if self._spec.tcp else "ipc://*"
         config = replace(self._spec.config, kv_file=self._kv.open(), listen=listen, secret=self._spec.secret)
@@ -183,7 +182,7 @@ class Keeper:
             await asyncio.sleep(BEAT_SECONDS)
 
     async def _listen(self) -> None:
-        """Hears what the steward says; returns when there was none for too long. A steward of another version is none;
+        """Reads the steward's orders; returns after PATIENCE without any. A steward of another version counts as none;
         if it has started this keeper, the keeper ends."""
         silent, known = 0.0, False
         while silent < PATIENCE:
@@ -207,7 +206,6 @@ class Keeper:
 
 
 def keep(spec: bytes) -> None:
-    """Runs a keeper in this process."""
     for ending in (signal.SIGINT, signal.SIGTERM):  # a terminal or a service manager may send one to every process
         signal.signal(ending, signal.SIG_IGN)  # the steward decides when to stop
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")

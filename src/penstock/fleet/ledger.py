@@ -1,4 +1,4 @@
-"""Keeps what each replica owes: its last report, and what was sent to it since."""
+"""Keeps the load of each replica: its last report, plus the requests sent since."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KV_PER_QUEUED = 16  # tokens in the KV cache that weigh as much as one queued to
 
 
 class Load(NamedTuple):
-    """Says how much work a replica has. Times are in the milliseconds of whoever keeps the ledger."""
+    """The work of a replica. Times are milliseconds of the owner's clock."""
 
     queued: int = 0  # prompt tokens that are neither cached nor in a step yet
     pending: int = 0  # uncached tokens of all prompts that have no first token yet
@@ -19,11 +19,10 @@ class Load(NamedTuple):
     kv_tokens: int = 0  # tokens of the KV cache that running and waiting requests need
     busy_until: float = 0.0  # when the present step should end, if it computes prompts
     waiting: int = 0  # requests that it has not begun
-    background: int = 0  # of its requests, those that may wait
-    background_tokens: int = 0  # of those queued, the ones of such requests
+    background: int = 0  # background requests
+    background_tokens: int = 0  # queued tokens of background requests
 
     def plus(self, other: Load) -> Load:
-        """Returns the sum of two loads."""
         return Load(
             self.queued + other.queued,
             self.pending + other.pending,
@@ -37,17 +36,15 @@ class Load(NamedTuple):
 
     @property
     def is_idle(self) -> bool:
-        """Returns True if there is no request."""
         return not self.rows and not self.waiting
 
 
 def load_of(uncached: int, tokens: int, background: bool = False) -> Load:
-    """Returns what a request of so many prompt tokens adds, of which some are to be computed."""
     return Load(uncached, uncached, 0, tokens, 0.0, 1, int(background), uncached if background else 0)
 
 
 class Ledger:
-    """Orders replicas by what they owe. A report says how many requests it knows of; those sent later are added."""
+    """Orders replicas by load. A report includes the requests received so far; later ones are added."""
 
     def __init__(self) -> None:
         self._reported: dict[int, Load] = {}
@@ -69,18 +66,16 @@ class Ledger:
         insort(self._order, (0, replica))
 
     def leave(self, replica: int) -> None:
-        """Forgets a replica."""
         if replica in self._loads:
             self._unorder(replica)
             del self._reported[replica], self._unseen[replica], self._received[replica], self._loads[replica]
 
     def sent(self, replica: int, load: Load) -> None:
-        """Adds what a request makes the replica owe."""
         self._unseen[replica].append(load)
         self._set(replica, self._loads[replica].plus(load))
 
     def report(self, replica: int, load: Load, received: int) -> None:
-        """Takes what a replica says it owes after it has received so many requests. Older reports are ignored."""
+        """Takes a replica's load after it has received `received` requests. Older reports are ignored."""
         newly = received - self._received[replica]
         if newly < 0:
             return
@@ -93,19 +88,15 @@ class Ledger:
         self._set(replica, load)
 
     def knows(self, replica: int) -> bool:
-        """Returns True if the replica has joined and not left."""
         return replica in self._loads
 
     def load(self, replica: int) -> Load:
-        """Returns what a replica owes."""
         return self._loads[replica]
 
     def replicas(self) -> list[int]:
-        """Returns the replicas, those that owe least first."""
         return [replica for _, replica in self._order]
 
     def least(self, count: int) -> list[int]:
-        """Returns so many replicas that owe least."""
         return [replica for _, replica in islice(self._order, count)]
 
     def _set(self, replica: int, load: Load) -> None:

@@ -26,7 +26,7 @@ from penstock.types import Hello
 
 log = logging.getLogger(__name__)
 
-HAND_OVER_SECONDS = 2.0  # that answers of a draining replica have to end there
+HAND_OVER_SECONDS = 2.0  # grace for the answers of a draining replica
 
 
 class ReplicaLifecycle:
@@ -60,7 +60,6 @@ class ReplicaLifecycle:
     # -- replicas that come --------------------------------------------------------------------------------------
 
     async def welcome(self, replica: Replica) -> None:
-        """Checks that a replica has the fleet's model, and brings it to the state of the others."""
         hello, fleet = replica.hello, self._gateway.hello
         if fleet is None:
             self._view(hello)
@@ -77,7 +76,6 @@ class ReplicaLifecycle:
         return self._router.begin(hello.limits, self._streams)
 
     def admit(self, replica: Replica) -> None:
-        """Sends requests to a replica from now on."""
         epoch = replica.info.epoch
         restarted = self._lives.get(replica.name, epoch) != epoch
         self._gateway.restarts += restarted
@@ -93,12 +91,11 @@ class ReplicaLifecycle:
         self._router.advance()
 
     async def _warm_up(self, replica: Replica) -> None:
-        """Lets a new replica read the blocks of recent prompts, while it already answers."""
         for request, pull in self._router.pulls_for(replica):
             if replica.ready:
                 await self._streams.pulls.warm(replica, request, pull)
 
-    # -- what replicas say ---------------------------------------------------------------------------------------
+    # -- messages of replicas ------------------------------------------------------------------------------------
 
     def take_step(self, replica: Replica, step: wire.Step) -> None:
         self.totals.note(replica.info, step.stats)
@@ -129,7 +126,6 @@ class ReplicaLifecycle:
             self.move_from(replica)
 
     def move_from(self, replica: Replica) -> None:
-        """Moves the requests of a replica to others, which read its blocks."""
         self.shut_out(replica)
         self._streams.move(replica)
 
@@ -152,7 +148,6 @@ class ReplicaLifecycle:
         self._streams.dispatcher.dispatch()
 
     def explain(self, death: Death) -> None:
-        """Takes a keeper's report about an engine that has died."""
         self.tally.of(death.replica).deaths[CRASHED if death.crashed else KILLED] += 1
         self._notices.explain(death)
 

@@ -49,7 +49,7 @@ class MemberOwner(ReplicaOwner, Protocol):
         """Takes the cause of an engine's death."""
 
     def give_up(self, reason: str) -> None:
-        """Handles that there is no replica any more, and that none is being started."""
+        """Handles that no replica is left, and none is being started."""
 
 
 class Membership:
@@ -61,7 +61,7 @@ class Membership:
         self._owner = owner
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._directory = Directory(0, ())
-        self._replicas: dict[str, Replica] = {}  # that have joined, by name
+        self._replicas: dict[str, Replica] = {}  # joined replicas, by name
         self._joining: dict[str, asyncio.Task[None]] = {}
         self._sought: dict[str, int] = {}  # the epochs that are being joined, or were
         self._reasons: dict[str, str] = {}  # why replicas could not be joined
@@ -82,7 +82,6 @@ class Membership:
         self._following = asyncio.create_task(self._follow())
 
     async def close(self) -> None:
-        """Leaves all replicas."""
         tasks = [*self._joining.values(), *([self._following] if self._following else ())]
         for task in tasks:
             task.cancel()
@@ -95,7 +94,6 @@ class Membership:
         self._context.destroy(linger=100)
 
     def ready(self) -> list[Replica]:
-        """Returns the replicas that may be sent requests or control messages."""
         return [replica for replica in self._replicas.values() if replica.ready]
 
     def number_of(self, name: str) -> int | None:
@@ -103,7 +101,6 @@ class Membership:
         return self._numbers.get(name)
 
     def infos(self) -> Iterator[ReplicaInfo]:
-        """Yields what is known of each replica, as seen from here."""
         for info in self._directory.replicas:
             replica = self._replicas.get(info.name)
             if info.state in JOINABLE and (replica is None or not replica.ready):
@@ -142,7 +139,7 @@ class Membership:
         self._look_for_others()
 
     def _forget_ended(self) -> None:
-        """Forgets replicas that the directory has no more: those that are started in their place have other names."""
+        """Drops replicas that left the directory: their successors have other names."""
         known = {info.name for info in self._directory.replicas} | self._replicas.keys() | self._joining.keys()
         for name in self._numbers.keys() - known:
             self._sought.pop(name, None)
@@ -157,7 +154,6 @@ class Membership:
         return self._numbers[name]
 
     def _look_for_others(self) -> None:
-        """Tells the owner if no replica is left."""
         infos = self._directory.replicas
         if not self._joining and not self.ready() and all(info.state is ReplicaState.ENDED for info in infos):
             reasons = "; ".join(info.reason for info in infos if info.reason)
@@ -179,7 +175,6 @@ class Membership:
             self._owner.admit(replica)
 
     def _begin(self, info: ReplicaInfo, *, again: bool = False) -> None:
-        """Joins a replica in its present life, in place of one that it may have had before."""
         if (old := self._joining.get(info.name)) is not None:
             old.cancel()
         task = self._joining[info.name] = asyncio.create_task(self._join(info.name, again))
@@ -236,7 +231,6 @@ class Membership:
                 self._note(now)
 
     def _wanted(self, name: str) -> ReplicaInfo | None:
-        """Returns a replica of the directory that is to be joined and has not been."""
         for info in self._directory.replicas:
             known = self._replicas.get(name)
             if info.name == name and info.state in JOINABLE and info.address:

@@ -1,11 +1,11 @@
-"""Decides who goes next of those who wait at a gateway.
+"""Orders the requests that wait at a gateway.
 
-What was sent to a replica stays there. So a gateway holds requests back while every replica has enough to do, and a
-request meets the fleet's state of the moment when its turn comes. Whose turn it is, is decided as in the engine
-(core/tenants.py and core/policy.py): by priority, then by the work that its tenant has had, then by the earliest target
-that can still be met. What would wait too long is refused before it comes here (server/access/expected_wait.py).
+A request stays at its replica. So a gateway holds requests back while every replica has enough to do, and routes each
+by the fleet's state when its turn comes. The order is the engine's (core/tenants.py and core/policy.py): by priority,
+then by the tenant's past work, then by the earliest target that can still be met. Requests that would wait too long are
+refused earlier (server/access/expected_wait.py).
 
-The queue is pure: whoever has a clock sets `now` before every call, in seconds.
+The queue is pure: its owner sets `now` before every call, in seconds.
 """
 
 from __future__ import annotations
@@ -38,20 +38,18 @@ class GatewayQueue:
 
     def __init__(self, limits: Limits, seconds_per_token: float = 0.0) -> None:
         self.now = 0.0
-        self.seconds_per_token = seconds_per_token  # of a prompt, on one replica; set by whoever knows
-        self.sequences: dict[int, Sequence] = {}  # of requests that have not ended, waiting or sent
+        self.seconds_per_token = seconds_per_token  # prompt speed of one replica; set by the owner
+        self.sequences: dict[int, Sequence] = {}  # requests in flight, waiting or sent
         self._policy = StandardPolicy(limits)
         self.tenants = Tenants(self._policy.order)
         self._queued: dict[int, QueuedRequest] = {}
-        self._later = 0  # of those queued, the ones in the background
+        self._later = 0  # queued background requests
         self._arrivals = 0
 
     def __len__(self) -> int:
-        """Returns how many requests wait."""
         return len(self._queued)
 
     def waits(self, id: int) -> bool:
-        """Returns whether a request waits."""
         return id in self._queued
 
     def is_next(self, request: Request) -> bool:
@@ -59,8 +57,8 @@ class GatewayQueue:
         return len(self._queued) == (0 if request.background else self._later)
 
     def is_first(self, request: Request) -> bool:
-        """Returns whether a request's tenant has no other, waiting or sent. It need not wait: an engine lets it go
-        before the further requests of other tenants that it has."""
+        """Returns whether a request's tenant has no other in flight. It need not wait: an engine serves it before
+        further requests of other tenants."""
         return not request.background and request.claim.tenant not in self.tenants
 
     def enter(self, request: Request, work: int) -> None:
@@ -68,7 +66,6 @@ class GatewayQueue:
         self._begin(self._add(request), work)
 
     def add(self, request: Request, work: int) -> None:
-        """Lets a request wait for which a replica will compute so many prompt tokens."""
         self._queued[self._add(request).id] = QueuedRequest(request, work)
         self._later += request.background
 
@@ -121,16 +118,14 @@ class GatewayQueue:
         return bool(deadlines) and deadlines[0][0] <= self.now
 
     def expire(self) -> list[Event]:
-        """Ends what has waited to its deadline; returns the failures."""
+        """Ends requests whose deadline has passed; returns the failures."""
         return expire(self)
 
     def generated(self, id: int, tokens: int) -> None:
-        """Charges a tenant with tokens of an answer."""
         if (seq := self.sequences.get(id)) is not None:
             seq.standing.tenant.charge(PER_GENERATED * tokens)
 
     def abort(self, id: int) -> None:
-        """Forgets a request that has ended, wherever it was."""
         seq = self.sequences.pop(id, None)
         if seq is None:
             return
@@ -160,13 +155,12 @@ def has_room(load: Load, timing: EngineTiming, background: bool = False) -> bool
 
 
 def most_requests(timing: EngineTiming) -> int:
-    """Returns how many requests a replica is sent at once, those that wait for a row among them."""
     return timing.max_rows + timing.max_rows // AHEAD
 
 
 def without_full(loads: Mapping[int, Load], avoid: AbstractSet[int], timing: EngineTiming) -> AbstractSet[int]:
-    """Returns the replicas to avoid, and beside them those that have no row for another request or, if all others are
-    such, those that have no room."""
+    """Returns the replicas to avoid: also those without a row for another request or, if all others are full, those
+    without room."""
     for most in (timing.max_rows, most_requests(timing)):
         full = {replica for replica, load in loads.items() if load.rows + load.waiting >= most}
         if not full:

@@ -1,7 +1,7 @@
-"""Starts keepers on the machines of a Ray cluster. Ray says where a replica runs, and starts it there: nothing else.
+"""Starts keepers on the machines of a Ray cluster. Ray only chooses the machine and starts the keeper there.
 
-Each replica has a placement group, and in it a detached actor that starts the keeper. The keeper and its engine are no
-children of Ray's processes: they go on when those die, and the keeper tells the steward so itself.
+Each replica has a placement group, and in it a detached actor that starts the keeper. The keeper and its engine are not
+children of Ray's processes: they outlive those, and the keeper reports to the steward itself.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from penstock.fleet.steward_wire import FleetSpec, KeeperSpec
 NAMESPACE = "penstock"
 STARTED_HERE = "local"  # Ray's word for a cluster that is started on this machine, and ends with this process
 CONNECT_SECONDS = 5.0
-PLACE_SECONDS = 60.0  # that Ray has to find room for a replica
-START_SECONDS = 60.0  # that an actor has to start a keeper
+PLACE_SECONDS = 60.0  # limit for Ray to find room for a replica
+START_SECONDS = 60.0  # limit for an actor to start a keeper
 HEAD_SECONDS = "86400"  # without Ray's head, after which a driver gives up; Ray's own default is 60
 
 
@@ -79,8 +79,7 @@ class KeeperActor:
 
 
 def on_this_machine(spec: KeeperSpec) -> KeeperSpec:
-    """Returns the spec with what is this machine's own: a folder that all replicas of the fleet have here, the process
-    that forks them, and the GPU that Ray has given to this actor."""
+    """Returns the spec with this machine's folder, its fork process, and the GPU that Ray has given to this actor."""
     import ray
 
     named = hashlib.sha256(spec.secret.encode()).hexdigest()[:12]
@@ -95,8 +94,8 @@ def on_this_machine(spec: KeeperSpec) -> KeeperSpec:
 
 
 def shared(config: Config, gpus: Sequence[int | str]) -> Config:
-    """Returns the config of an engine that may share this machine with others: on the GPU that Ray has given to it, or
-    with as much memory as one of those has that its threads leave room for."""
+    """Returns the config of an engine that may share this machine: on the GPU from Ray, or with the memory share that
+    its threads leave room for."""
     options = {name: getattr(config, name) for name in ("threads", "kv_memory", "kv_ram")}
     if gpus:
         kind = next(kind for kind in in_order() if kind.cluster_resource == "GPU")
@@ -108,8 +107,8 @@ def shared(config: Config, gpus: Sequence[int | str]) -> Config:
 
 
 def with_threads(ray: Any, spec: FleetSpec, keeper: KeeperSpec) -> KeeperSpec:
-    """Returns a replica with the threads that it has of its cluster, unless an option says how many or it may compute
-    on a GPU: what Ray reserves for it is what it uses."""
+    """Returns a replica with its share of the cluster's threads, unless an option sets them or it may compute on a GPU:
+    it uses exactly the processors that Ray reserves."""
     if keeper.config.threads or _devices(ray, keeper.config.device):
         return keeper
     cores = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
@@ -135,14 +134,13 @@ def _connect(address: str) -> Any:
 
 
 def _check_reachable(address: str) -> None:
-    """Raises OSError if nobody listens at an address, for which Ray itself would wait."""
     host, colon, port = address.rpartition(":")
     if colon and port.isdigit():
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
 
 
 def _place(ray: Any, spec: FleetSpec, keeper: KeeperSpec) -> None:
-    """Has Ray find room for a replica and start its keeper there."""
+    """Lets Ray find room for a replica and start its keeper there."""
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -170,7 +168,7 @@ def _place(ray: Any, spec: FleetSpec, keeper: KeeperSpec) -> None:
 
 
 def _needs(ray: Any, keeper: KeeperSpec) -> dict[str, float]:
-    """Returns the resources of a replica: processors, and a device if it may compute on one that the cluster counts."""
+    """Returns a replica's resources: processors, and a device if it may compute on one that the cluster counts."""
     return {"CPU": float(keeper.config.threads or 1)} | dict.fromkeys(_devices(ray, keeper.config.device), 1.0)
 
 
@@ -183,7 +181,7 @@ def _devices(ray: Any, device: str) -> list[str]:
 
 
 def _remove(ray: Any, fleet: str, replica: str) -> None:
-    """Gives back what a replica had, by its name: another steward may have started it."""
+    """Frees a replica's resources by its name: another steward may have started it."""
     from ray.util import get_placement_group, remove_placement_group
 
     name = _actor_name(fleet, replica)

@@ -13,10 +13,10 @@ SHORT = 64  # tokens: it takes no longer to compute fewer
 
 
 class RecentPrompt(NamedTuple):
-    """Is a request whose prompt may come again, or go on."""
+    """A request whose prompt may come again."""
 
     request: Request
-    salt: str  # that engines give its blocks
+    salt: str  # salt of its blocks
 
 
 class RecentPrompts:
@@ -26,7 +26,6 @@ class RecentPrompts:
         self._prompts: OrderedDict[tuple[str, tuple[int, ...]], RecentPrompt] = OrderedDict()
 
     def note(self, request: Request, salt: str) -> None:
-        """Takes note of a request."""
         if len(request.prompt) < SHORT or request.pooling or request.sampling.prompt_logprobs is not None:
             return
         key = salt, request.prompt[:ALIKE]
@@ -36,5 +35,4 @@ class RecentPrompts:
             self._prompts.popitem(last=False)
 
     def newest_first(self) -> list[RecentPrompt]:
-        """Returns what is remembered."""
         return list(reversed(self._prompts.values()))

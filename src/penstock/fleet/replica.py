@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 HEARTBEAT_MS = 250  # between two heartbeats of the transport
 HEARTBEAT_TIMEOUT_MS = 1000  # without an answer to one: the engine's process has stopped
 BEAT_SECONDS = 1.0  # between two messages that show the engine that this gateway lives
-JOIN_SECONDS = 60.0  # that an engine may take to answer: it may be within a long step
+JOIN_SECONDS = 60.0  # limit for an answer: the engine may be within a long step
 READ_AT_ONCE = 8  # messages in one turn of the event loop: what they brought is sent before others are read
 GONE = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 
@@ -61,8 +61,8 @@ class WatchedSocket:
         self.look()
 
     def look(self) -> None:
-        """Reads soon if there is something to read. The socket's file tells only once: it is looked at after it was
-        written to, too."""
+        """Schedules a read if there are messages. The socket's file signals only once, so this is called after writes,
+        too."""
         if int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             self._loop.call_soon(self._drain)
 
@@ -114,7 +114,7 @@ class Replica:
     # -- joining and leaving -------------------------------------------------------------------------------------
 
     async def join(self, context: zmq.Context[zmq.Socket[bytes]]) -> Hello:
-        """Connects, and returns what the engine says about itself; raises EngineUnavailable if it cannot be joined."""
+        """Connects, and returns the engine's hello; raises EngineUnavailable if it cannot be joined."""
         socket = context.socket(zmq.DEALER)
         for option, value in _OPTIONS.items():
             socket.setsockopt(option, value)
@@ -137,7 +137,6 @@ class Replica:
         return self.hello
 
     def leave(self) -> None:
-        """Tells the engine that this gateway goes, and closes the connection."""
         if not self._lost:
             self._tell(Leave())
             self._socket.socket.setsockopt(zmq.LINGER, 100)
@@ -157,12 +156,10 @@ class Replica:
     # -- talking -------------------------------------------------------------------------------------------------
 
     def send(self, message: Message) -> None:
-        """Sends a message to the engine, unless it is lost."""
         if not self._lost:
             self._put([wire.encode_message(message)])
 
     def ask_snapshot(self) -> None:
-        """Asks for a snapshot of the prefix cache."""
         self._tell(AskSnapshot())
 
     def _tell(self, message: LinkMessage) -> None:
@@ -199,7 +196,7 @@ class Replica:
 
     def _read_monitor(self) -> None:
         parse_monitor_message(self._monitor.socket.recv_multipart(zmq.NOBLOCK))
-        while not self._lost:  # what it has said before it went
+        while not self._lost:  # its last messages
             try:
                 self._read()
             except zmq.Again:

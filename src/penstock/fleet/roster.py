@@ -15,14 +15,14 @@ SILENT = 5.0  # seconds after which a keeper that says nothing is lost
 FIRST_WORD = 30.0  # seconds that a keeper has for its first report
 IDLE = 0.5  # seconds that a drained replica must have had nothing to do
 SHOWN = 5.0  # seconds that a replica which has ended stays in the directory
-DEATHS = 32  # that are remembered
+DEATHS = 32  # deaths remembered
 PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds before the next keeper is started, while keepers cannot be
 HOPELESS = 2  # attempts after which an upgrade is taken back
 
 
 @dataclass(slots=True)
 class KeptReplica:
-    """Holds what is known of one replica."""
+    """The state of one replica."""
 
     info: ReplicaInfo
     revision: int
@@ -34,7 +34,7 @@ class KeptReplica:
     attempts: int = 0
     failure: StartFailure | None = None
     draining_since: float | None = None
-    drained_version: int = 0  # of the directory that first said that it is drained
+    drained_version: int = 0  # the first directory version that shows it draining
     idle_since: float | None = None
     ending: bool = False
     ended: float | None = None
@@ -48,7 +48,6 @@ class KeptReplica:
 
     @property
     def leaving(self) -> bool:
-        """True if it takes no new requests."""
         return self.draining_since is not None or self.ended is not None
 
     @property
@@ -57,7 +56,7 @@ class KeptReplica:
 
 
 class RosterPlan(NamedTuple):
-    """Says what the steward is to do now."""
+    """The steward's next actions."""
 
     start: tuple[str, ...] = ()
     end: tuple[str, ...] = ()
@@ -77,14 +76,14 @@ class Roster:
         self._told: tuple[ReplicaInfo, ...] = ()
         self._not_started = 0  # keepers, in a row
         self._next_start = 0.0  # not before this time
-        self._start_failure: StartFailure | None = None  # of the last of them
+        self._start_failure: StartFailure | None = None  # the last failure
         self._deaths: tuple[Death, ...] = ()
         self._told_deaths: tuple[Death, ...] = ()
 
-    # -- what is heard -----------------------------------------------------------------------------------------------
+    # -- messages in -------------------------------------------------------------------------------------------------
 
     def take(self, report: KeeperReport, now: float) -> KeptReplica:
-        """Takes note of what a keeper says, which may be one that is not known yet."""
+        """Takes a keeper's report; the keeper may be unknown."""
         name = report.replica.name
         replica = self.replicas.get(name)
         if replica is None:
@@ -112,7 +111,7 @@ class Roster:
         self._deaths = (*self._deaths, *new)[-DEATHS:]
 
     def lose_keeper(self, name: str, now: float, reason: str) -> None:
-        """Takes note that a keeper is gone. An engine that was ready goes on without one and is drained."""
+        """Notes a lost keeper. An engine that was ready continues without one and is drained."""
         replica = self.replicas.get(name)
         if replica is None or replica.ended is not None or replica.orphaned:
             return
@@ -126,27 +125,25 @@ class Roster:
                 self._pause(StartFailure(EngineUnavailable.code, f"{name}: {reason}"), now)
 
     def fail_start(self, name: str, failure: StartFailure, now: float) -> None:
-        """Takes note that a keeper could not be started."""
         self.lose_keeper(name, now, failure.message)
         self._start_failure = failure
 
     def refuse(self, name: str, failure: StartFailure) -> None:
-        """Takes note that the reports of a keeper that was just started cannot be read, if there is one of this name.
-        It is hopeless to start another like it."""
+        """Notes that the reports of a new keeper cannot be read, if there is one of this name. Starting another like it
+        is hopeless."""
         if (replica := self.replicas.get(name)) is not None and not replica.reported:
             replica.failure, replica.attempts = failure, HOPELESS
             replica.info = replica.info._replace(reason=failure.message)
 
     def _pause(self, failure: StartFailure, now: float) -> None:
-        """Has the next keeper wait, since one has ended whose engine has never been ready."""
         self._start_failure = failure
         self._next_start = max(self._next_start, now + PAUSES[min(self._not_started, len(PAUSES) - 1)])
         self._not_started += 1
 
-    # -- what is wanted ----------------------------------------------------------------------------------------------
+    # -- wishes ------------------------------------------------------------------------------------------------------
 
     def drain(self, name: str, now: float) -> None:
-        """Has a replica leave for good: the fleet is to have one less."""
+        """Makes a replica leave for good: the fleet shrinks by one."""
         if not self.replicas[name].leaving:
             self.wanted = max(self.wanted - 1, 0)
             self._drain(self.replicas[name], now)
@@ -157,7 +154,7 @@ class Roster:
             replica.drained_version = self._version + 1
 
     def plan(self, now: float, drain_seconds: float, seen: int) -> RosterPlan:
-        """Returns what to do next. `seen` is the version of the directory that all gateways go by."""
+        """Returns the next actions. `seen` is the directory version that all gateways have."""
         forget = self._look(now)
         for replica in self._surplus():
             self._drain(replica, now)
@@ -167,7 +164,6 @@ class Roster:
         return RosterPlan(self._start(now), tuple(end), forget)
 
     def end_all(self, now: float) -> RosterPlan:
-        """Has every replica end at once."""
         self.wanted = 0
         end = [name for name, each in self.replicas.items() if not each.ending and each.ended is None]
         for name in end:
@@ -177,11 +173,11 @@ class Roster:
     def _end(self, replica: KeptReplica, now: float) -> None:
         self._drain(replica, now)
         replica.ending = True
-        if replica.orphaned:  # nobody can be told: without a gateway its engine exits by itself
+        if replica.orphaned:  # without a keeper nobody gets the message; its engine exits without a gateway
             replica.ended = now
 
     def _look(self, now: float) -> tuple[str, ...]:
-        """Takes note of who is silent, and forgets those who have ended; returns their names."""
+        """Notes silent keepers, and forgets ended replicas; returns their names."""
         forgotten = []
         for name, replica in list(self.replicas.items()):
             if replica.ended is not None and now - replica.ended > SHOWN:
@@ -192,7 +188,7 @@ class Roster:
         return tuple(forgotten)
 
     def _surplus(self) -> list[KeptReplica]:
-        """Returns who has to leave: replicas of an older revision, one at a time while those of the new one are ready,
+        """Returns the replicas that have to leave: of an older revision, one at a time while the new ones are ready,
         then the newest of too many."""
         staying = [each for each in self.replicas.values() if not each.leaving]
         if len(staying) <= self.wanted:
@@ -227,17 +223,15 @@ class Roster:
         return tuple(self.add(now) for _ in range(missing))
 
     def add(self, now: float) -> str:
-        """Returns the name of a replica that is about to be started."""
         name = f"{self._fleet}-{self.next_number}"
         self.next_number += 1
         self.replicas[name] = KeptReplica(ReplicaInfo(name), self.revision, now)
         return name
 
-    # -- what is told ------------------------------------------------------------------------------------------------
+    # -- messages out ------------------------------------------------------------------------------------------------
 
     @property
     def hopeless_upgrade(self) -> StartFailure | None:
-        """Returns why the replicas of this revision cannot start, while those of an older one run."""
         new = [each for each in self.replicas.values() if each.revision == self.revision]
         if not any(each.revision != self.revision and not each.leaving for each in self.replicas.values()):
             return None
@@ -267,5 +261,4 @@ def number_of(name: str) -> int:
 
 
 def info_for_gateways(replica: KeptReplica) -> ReplicaInfo:
-    """Returns what gateways are told of a replica."""
     return replica.info._replace(state=replica.state)

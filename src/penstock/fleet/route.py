@@ -1,8 +1,8 @@
-"""Chooses the replica that answers a request: what every candidate would cost, in milliseconds.
+"""Chooses the replica that answers a request, by the cost of each candidate in milliseconds.
 
-The cost is the time until the request's first token (queue, own prefill, blocks to pull), plus the harm to others: rows
-that answer wait while the prompt is computed, and a fuller KV cache evicts what others need. A prefix that many
-requests share is worth having on one more replica: computing it there is charged to all who are likely to use it.
+The cost is the time until the request's first token (queue, own prefill, blocks to pull), plus the harm to others:
+answering rows wait while the prompt is computed, and a fuller KV cache evicts blocks. A prefix that many requests share
+is worth having on one more replica: all its likely users share the cost of computing it there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NOTHING = Holding(0, 0)
 PRECISION = 64  # what replicas hold of a prompt is found out to one part in so many
 OVERFLOW = 4.0  # a token that does not fit waits for an answer to end, which takes longer than computing it
 
-USES = 2.0  # of a prefix that each of its holders is to have lately, before it is worth having on one more
+USES = 2.0  # recent uses per holder before another replica should hold a prefix too
 
 # total, replica, queue, prefill, pull, harm, memory, shared, uncached, cached, pulled: a plain tuple for each candidate
 _Cost = tuple[float, int, float, float, float, float, float, float, int, int, int]
@@ -29,11 +29,11 @@ _Cost = tuple[float, int, float, float, float, float, float, float, int, int, in
 class RoutingWeights(NamedTuple):
     """Tunes the router. A weight of 1 counts a millisecond of others like one of the request's own."""
 
-    candidates: int = 8  # so many least loaded replicas are considered, and as many that hold most of the prompt
+    candidates: int = 8  # candidates: this number of least loaded replicas, and the same number of best holders
     near: float = 0.05  # a replica is chosen at random among those that cost at most this share more than the best
-    harm: float = 0.01  # of a millisecond in which a row that answers has to wait
-    later: float = 0.5  # of a millisecond of prefill, for those who will come while it lasts
-    memory: float = 0.1  # of the milliseconds to compute again the tokens that are evicted
+    harm: float = 0.01  # cost of a millisecond of delay for one answering row
+    later: float = 0.5  # cost of a millisecond of prefill for later requests
+    memory: float = 0.1  # cost of a millisecond of recomputing evicted tokens
     pull: bool = False  # whether blocks may be read from another replica, where that is faster than to compute them
 
 
@@ -55,7 +55,7 @@ class Route(NamedTuple):
     next_best: tuple[int, float] | None  # the cheapest other replica and its cost
 
     def why(self, name: Callable[[int], str] = "replica {}".format) -> str:
-        """Returns the decision in words, for a header and a trace. `name` says what a replica is called."""
+        """Returns the decision in words, for a header and a trace. `name` returns a replica's name."""
         parts = [f"{self.queue:.0f} queue", f"{self.prefill:.0f} prefill of {self.uncached:,}"]
         if self.pulled and self.source is not None:
             parts.append(f"{self.pull:.0f} pull of {self.pulled:,} from {name(self.source)}")
@@ -72,7 +72,7 @@ class Route(NamedTuple):
 
 
 class RoutedPrompt(NamedTuple):
-    """Describes what is to be routed."""
+    """A prompt to route."""
 
     hashes: Sequence[Hashable]  # chain hashes of the full blocks
     tokens: int
@@ -89,9 +89,9 @@ class Router:
         index: BlockIndex,
         ledger: Ledger,
         weights: RoutingWeights | None = None,
-        seed: int | None = None,  # of its lots; None: each router draws others, so that gateways do not agree
+        seed: int | None = None,  # random seed; None: gateways choose independently
     ) -> None:
-        self.gateways = 1  # that route to the same replicas and share prompts evenly; set by whoever knows
+        self.gateways = 1  # gateways that share these replicas; set by the owner
         self._index = index
         self._ledger = ledger
         self._weights = weights or RoutingWeights()
@@ -137,7 +137,8 @@ class Router:
         )
 
     def _held(self, prompt: RoutedPrompt, now: float) -> dict[int, Holding]:
-        """Returns what the least loaded replicas and those that hold most have of a prompt, or are about to have."""
+        """Returns the blocks of a prompt that the least loaded and the best holding replicas have, or are about to
+        have."""
         count, ledger = self._weights.candidates, self._ledger
         holders = self._index.lookup(prompt.hashes, within=len(prompt.hashes) // PRECISION + 1)
         held: dict[int, Holding] = {}
@@ -175,7 +176,7 @@ class Router:
         source: int | None,
         now: float,
     ) -> list[_Cost]:
-        """Returns what each candidate would cost. This loop is most of a decision's own time."""
+        """Returns the cost of each candidate. This loop takes most of a decision's time."""
         timing, weights, load, ms_per_token = self._timing, self._weights, self._ledger.load, self._ms_per_token
         prefill_ms, full_step_ms, step_tokens, kv_size = (
             timing.prefill_ms,

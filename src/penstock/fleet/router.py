@@ -37,7 +37,7 @@ class FleetRouter:
         self._settings = settings
         self._learn_digests = learn_digests
         self._streams: RequestStreams | None = None
-        self._replicas: dict[int, Replica] = {}  # that have joined, by number
+        self._replicas: dict[int, Replica] = {}  # joined replicas, by number
         self._block_size = 1
 
     def begin(self, limits: Limits, streams: RequestStreams) -> FleetView:
@@ -69,7 +69,6 @@ class FleetRouter:
         return self._route(request, salt, avoid, source, began)
 
     def quietest(self) -> RequestEngine | None:
-        """Returns the replica with the fewest unanswered requests, then the fewest others."""
         assert self._streams is not None
         fit = [replica for replica in self.ready() if not replica.draining]
         return min(fit, key=self._streams.dispatcher.load, default=None)
@@ -79,7 +78,6 @@ class FleetRouter:
         return Dispatch(engine, why=RequestPlacement(engine.name, f"{engine.name}: {TRIAL}"))
 
     def advance(self) -> None:
-        """Sends the requests that wait in line, as far as replicas have room."""
         if self.line is None or self._streams is None or not len(self.line):
             return
         dispatcher = self._streams.dispatcher
@@ -150,7 +148,6 @@ class FleetRouter:
     # -- replicas ------------------------------------------------------------------------------------------------
 
     def ready(self) -> list[Replica]:
-        """Returns the replicas that may be sent requests or control messages."""
         return [replica for replica in self._replicas.values() if replica.ready]
 
     def name_of(self, number: int) -> str:
@@ -158,13 +155,11 @@ class FleetRouter:
         return f"replica {number}" if replica is None else replica.name
 
     def admit(self, replica: Replica) -> None:
-        """Lets requests go to a replica."""
         assert self.view is not None
         self._replicas[replica.number] = replica
         self.view.open(replica.number)
 
     def shut(self, replica: Replica) -> None:
-        """Keeps requests away from a replica that other replicas may still read from."""
         if self.view is not None:
             self.view.shut(replica.number)
 
@@ -178,7 +173,6 @@ class FleetRouter:
     # -- prompts -------------------------------------------------------------------------------------------------
 
     def salt(self, request: Request) -> str:
-        """Returns the salt of a request's blocks."""
         adapters = self._settings.adapters
         named = (adapters.get(use.name) for use in request.adapters)
         if any(info is not None and not info.digest for info in named):
@@ -186,11 +180,9 @@ class FleetRouter:
         return salt_of(request, adapters, self._settings.weights)
 
     def cached_tokens(self, request: Request) -> int:
-        """Returns how many leading tokens of a prompt some replica holds."""
         return 0 if self.view is None else len(request.prompt) - self.view.uncached(request, self.salt(request))
 
     def pulls_for(self, replica: Replica) -> list[tuple[Request, Pull]]:
-        """Returns recent prompts, the newest first, with replicas that hold them and from which a new one can read."""
         assert self.view is not None
         found = []
         for request, salt in self.recent.newest_first():

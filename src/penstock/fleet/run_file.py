@@ -22,12 +22,10 @@ class FleetNotFound(ConfigError):
 
 
 def run_file_of(folder: Path, name: str) -> Path:
-    """Returns the path of a fleet's run file."""
     return folder / (quote(name, safe="") + SUFFIX)
 
 
 def write_run_file(spec: FleetSpec) -> None:
-    """Writes a fleet's run file, as a whole or not at all."""
     path = Path(spec.run_file)
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}")
@@ -37,7 +35,7 @@ def write_run_file(spec: FleetSpec) -> None:
 
 
 def read_run_file(path: Path) -> FleetSpec:
-    """Returns what a run file says; raises FleetNotFound if it cannot be read."""
+    """Returns the spec in a run file; raises FleetNotFound if it cannot be read."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=FleetSpec)
     except (OSError, msgspec.DecodeError) as error:
@@ -50,7 +48,7 @@ def find_fleet(folder: Path, name: str = "") -> FleetSpec:
     if name.endswith(SUFFIX):
         return read_run_file(Path(name))
     paths = [run_file_of(folder, name)] if name else sorted(folder.glob(f"*{SUFFIX}"))
-    specs = [read_run_file(path) for path in paths if path.exists()]  # that of another fleet may be unreadable
+    specs = [read_run_file(path) for path in paths if path.exists()]  # another fleet's file may be unreadable
     if len(specs) == 1:
         return specs[0]
     if specs:

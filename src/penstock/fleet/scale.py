@@ -1,10 +1,10 @@
-"""Decides how many replicas a fleet needs for its load and its targets, and says why.
+"""Decides how many replicas a fleet needs for its load and its targets, and why.
 
-The forecast is that of one replica which gets its share of the requests: prompts are computed in turn, each answer adds
-a row, and a step that computes prompts makes those rows wait. More replicas follow at once, fewer only after the load
-has been low for a while.
+The forecast takes one replica with its share of the requests: prompts are computed in turn, each answer adds a row, and
+a step that computes prompts makes those rows wait. Growth is immediate; shrinking waits until the load has been low for
+a while.
 
-Everything here is pure: it has no clock.
+The module is pure: it has no clock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class FleetLoad(NamedTuple):
 
     arrivals: float  # per second, at the whole fleet
     uncached: float  # prompt tokens of a request that are computed
-    tokens: float  # of a request's prompt and of half its answer: what it holds of the KV cache
+    tokens: float  # mean KV tokens of a request: its prompt and half its answer
     output: float  # tokens of an answer
 
 
@@ -36,7 +36,7 @@ NO_LOAD = FleetLoad(0.0, 0.0, 0.0, 0.0)
 
 
 class MeasuredLoad(NamedTuple):
-    """Is what a gateway sees: its own load, and how fast replicas are."""
+    """A gateway's own load, and the speed of replicas."""
 
     load: FleetLoad
     timing: EngineTiming
@@ -48,11 +48,10 @@ class LoadMeter:
     def __init__(self) -> None:
         self._at = 0.0
         self._soon = self._long = 0.0  # arrivals, decayed
-        self._uncached = self._tokens = 0.0  # of these prompts, decayed
+        self._uncached = self._tokens = 0.0  # decayed sums
         self._ended = self._output = 0.0  # answers and their tokens, decayed
 
     def arrive(self, tokens: int, uncached: int, now: float) -> None:
-        """Counts a request whose prompt has so many tokens, of which some are to be computed."""
         self._decay(now)
         self._soon += 1
         self._long += 1
@@ -60,13 +59,11 @@ class LoadMeter:
         self._uncached += uncached
 
     def end(self, output: int, now: float) -> None:
-        """Counts an answer that has ended after so many tokens."""
         self._decay(now)
         self._ended += 1
         self._output += output
 
     def load(self, waiting: int, now: float) -> FleetLoad:
-        """Returns the load while so many requests wait for a replica to have room."""
         self._decay(now)
         arrivals = max(self._soon / SOON, self._long / LONG) + waiting / CATCH_UP
         if self._long < 1e-3:
@@ -108,13 +105,12 @@ class ScaleBounds(NamedTuple):
 
 
 class ServiceForecast(NamedTuple):
-    """Holds what requests would see, in milliseconds; infinite: the replicas cannot keep up."""
+    """Expected latencies in milliseconds; infinite: the replicas cannot keep up."""
 
     ttft: float
     itl: float
 
     def meets(self, targets: ServiceTargets, share: float = 1.0) -> bool:
-        """Returns True if both are within a share of their targets."""
         return self.ttft <= share * targets.ttft and self.itl <= share * targets.itl
 
 
@@ -126,7 +122,6 @@ class ScaleDecision(NamedTuple):
 
 
 def forecast(load: FleetLoad, replicas: int, timing: EngineTiming) -> ServiceForecast:
-    """Returns the mean TTFT and ITL of requests that are spread evenly over so many replicas."""
     arrivals = load.arrivals / replicas / 1000  # per millisecond
     alone = timing.prompt_ms(load.uncached)
     busy = arrivals * alone
@@ -137,13 +132,13 @@ def forecast(load: FleetLoad, replicas: int, timing: EngineTiming) -> ServiceFor
         if busy >= BUSY or share >= BUSY or rows > timing.max_rows:
             return ServiceForecast(inf, inf)
         itl = timing.decode_ms(share) / (1 - busy)
-    queue = busy * alone / (2 * (1 - busy))  # of a server that takes as long for each
+    queue = busy * alone / (2 * (1 - busy))  # M/D/1 queue
     return ServiceForecast(queue + alone + itl * min(rows, 1), itl)
 
 
 def within_reach(load: FleetLoad, targets: ServiceTargets, timing: EngineTiming, bounds: ScaleBounds) -> ServiceTargets:
-    """Returns targets that can be met: where the most replicas miss one, nearly what they reach. More of them would be
-    started for nothing if a prompt alone takes longer than its target."""
+    """Returns targets that can be met: if the largest fleet misses one, nearly its result. More replicas would not help
+    if a prompt by itself takes longer than its target."""
     best = forecast(load, bounds.most, timing)
     if best.ttft == inf:
         return targets
@@ -162,7 +157,7 @@ class Scaler:
     """Follows the load and decides with hysteresis."""
 
     def __init__(self, timing: EngineTiming, targets: ServiceTargets, bounds: ScaleBounds) -> None:
-        self.timing = timing  # of a replica; may be set again when that is measured
+        self.timing = timing  # a replica's timing, updated as it is measured
         self._bounds = bounds
         self._targets = targets
         self._low_since: float | None = None  # when fewer replicas began to suffice
@@ -189,7 +184,6 @@ class Scaler:
         return ScaleDecision(fewer, self._why(load, replicas, fewer))
 
     def _why(self, load: FleetLoad, before: int, after: int) -> str:
-        """Returns what was forecast for a number of replicas, and for the one it was compared with."""
         targets = self._targets
         text = (
             f"{load.arrivals:.3g} requests/s of {load.uncached:,.0f} uncached and {load.output:,.0f} output tokens: "

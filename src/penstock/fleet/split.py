@@ -1,15 +1,15 @@
-"""Decides when a prompt is computed by another replica than the one that answers, and by which.
+"""Decides whether another replica computes a prompt than the one that answers, and which.
 
-While a replica computes a long prompt, those that it answers wait. If that would miss the ITL target often, one or more
-replicas are put on duty: they compute long prompts, whose blocks the others read, and answer nobody. A duty ends when
-long prompts become rare.
+While a replica computes a long prompt, its answers wait. If that would miss the ITL target often, one or more replicas
+are put on duty: they compute long prompts, whose blocks the others read, and do not answer. A duty ends when long
+prompts become rare.
 
-An engine that knows the target computes of a prompt what fits into each step beside its answers. Then no answer has to
-wait, but the prompt does. A duty is worth it if a prompt would miss its TTFT target in that way, or if prompts come
-faster than they are computed. An engine that does not know the target computes as much as its prefill budget and the
-usual target allow, which may take too long.
+An engine that knows the target computes the part of a prompt that fits into each step with its answers. Then answers
+never wait, but the prompt does. A duty is worth it if a prompt would miss its TTFT target in that way, or if prompts
+come faster than they are computed. An engine that does not know the target is bound only by its prefill budget and the
+usual target, which may take too long.
 
-The rule reads no clock and does no I/O: times come in, in milliseconds.
+The rule is pure: times come in, in milliseconds.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from penstock.types import prefill_budget
 MEMORY_MS = 10_000.0  # in which long prompts are remembered
 QUIET_MS = 2_000.0  # in which nobody is answered or waits, after which nobody has to be spared
 RARE = 0.05  # share of a replica's time that long prompts take, below which nobody is on duty
-SHORT_TOKENS = 128  # that no replica computes for another: to ask for them takes too long
+SHORT_TOKENS = 128  # shorter prompts are never computed elsewhere: asking takes longer
 FEWER = 2  # rows that another replica must have less, to take a duty over
-FULL = 0.8  # share of the time beside answers that prompts may need before they begin to pile up
+FULL = 0.8  # prompt load, as a share of the time left by answers, at which prompts pile up
 
 SPLIT = "split"
 NO_TARGET, SHORT, IN_TIME, IDLE = "no_target", "short", "in_time", "idle"
@@ -41,7 +41,7 @@ class SplitOptions(NamedTuple):
     """Says for whom prompts are computed elsewhere."""
 
     itl_ms: float = 0.0  # target of requests that name none; 0: they have none
-    prefill_replicas: int = 0  # that are on duty at all times; 0: as the load asks for
+    prefill_replicas: int = 0  # replicas always on duty; 0: as the load requires
     told: bool = False  # engines know that target, also of requests that name none
 
 
@@ -60,14 +60,13 @@ class SplitRule:
     def __init__(self, options: SplitOptions | None = None) -> None:
         self._options = options or SplitOptions()
         self.decisions: Counter[str] = Counter()
-        self._long_ms = 0.0  # of prompts that are to be computed elsewhere, decayed
-        self._prompt_ms = 0.0  # of all prompts but short ones, decayed
+        self._long_ms = 0.0  # prompts to compute elsewhere, decayed
+        self._prompt_ms = 0.0  # all prompts except short ones, decayed
         self._at = 0.0
         self._answering = -QUIET_MS  # when a replica had requests last
         self.duty: tuple[int, ...] = ()  # who is on duty, as was found last
 
     def on_duty(self, loads: Mapping[int, Load], now: float) -> frozenset[int]:
-        """Returns the replicas that compute long prompts and answer nobody now."""
         self._decay(now)
         if any(load.rows or load.waiting for load in loads.values()):  # those that wait behind prompts are to be spared
             self._answering = now
@@ -134,15 +133,14 @@ class SplitRule:
 
 
 def share_for_prompts(itl_ms: float, timing: EngineTiming) -> float:
-    """Returns the share of its time that an engine has for prompts beside answers, in steps that meet a target."""
     answers = timing.decode_ms(0.0)
     beside = max(itl_ms / MARGIN - answers, CostModel.LEAST * answers)
     return beside / (beside + answers) if answers else 1.0
 
 
 def longest_step(uncached: int, rows: int, timing: EngineTiming) -> float:
-    """Returns the milliseconds of the longest step in which an engine that knows no target computes a prompt of so many
-    tokens beside so many answers: within its prefill budget, or more for a long prompt, and within the usual target
+    """Returns the longest step in milliseconds in which an engine without the target computes a prompt of `uncached`
+    tokens with `rows` answers: within its prefill budget, or more for a long prompt, and within the usual target
     (core/policy.py)."""
     answers = timing.decode_ms(0.0)
     if not 0 < timing.prefill_budget < timing.step_tokens:
@@ -155,5 +153,5 @@ def longest_step(uncached: int, rows: int, timing: EngineTiming) -> float:
 
 
 def _last_part_ms(uncached: int, tokens: int, timing: EngineTiming) -> float:
-    """Returns the milliseconds that the last so many tokens of a prompt take, which see all those before them."""
+    """Returns the milliseconds of the last `tokens` tokens of a prompt, which attend to all before them."""
     return timing.prefill_ms(uncached) - timing.prefill_ms(max(uncached - tokens, 0))

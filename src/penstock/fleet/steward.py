@@ -1,9 +1,9 @@
-"""Keeps a fleet as it is wanted: `python -m penstock.fleet.steward FOLDER`, with its spec as a line of JSON on standard
-input. It starts keepers, replaces lost ones, drains, scales and upgrades, and tells every gateway which replicas there
-are.
+"""Keeps a fleet in its wanted state: `python -m penstock.fleet.steward FOLDER`, with its spec as a line of JSON on
+standard input. It starts keepers, replaces lost ones, drains, scales and upgrades, and sends every gateway the
+directory of replicas.
 
-No request passes through it. It may die at any time: a gateway starts the next one, to which the keepers say who they
-are. The fleet ends when its last gateway leaves, or when there was none for a minute.
+No request passes through it. It may die at any time: a gateway starts the next one, to which the keepers report. The
+fleet ends when its last gateway leaves, or after a minute without one.
 """
 
 from __future__ import annotations
@@ -89,7 +89,6 @@ class Steward:
         self._link = StewardSocket(spec.secret)
 
     async def run(self) -> None:
-        """Serves until the fleet has ended."""
         self._link.bind(self._spec.address)
         self._save()
         listening = asyncio.create_task(self._listen())
@@ -104,7 +103,6 @@ class Steward:
             self._link.close(linger=200)
 
     def _save(self) -> None:
-        """Writes the run file, so that commands and the next steward find the fleet as it is wanted now."""
         roster = self._roster
         self._spec = msgspec.structs.replace(
             self._spec,
@@ -117,7 +115,7 @@ class Steward:
         )
         write_run_file(self._spec)
 
-    # -- what is heard -----------------------------------------------------------------------------------------------
+    # -- messages in -------------------------------------------------------------------------------------------------
 
     async def _listen(self) -> None:
         async for route, message in self._link.messages():
@@ -168,7 +166,6 @@ class Steward:
         self._roster.drain(name, self._awake)
 
     def _scale(self, count: int, most: int) -> None:
-        """Has so many replicas, or as many as the load asks for within these bounds."""
         if not 1 <= count <= (most or count) <= MOST_REPLICAS:
             told = f"{count}:{most}" if most else count
             raise ConfigError(f"a fleet has from 1 to {MOST_REPLICAS} replicas, the fewest first; got {told}")
@@ -198,7 +195,7 @@ class Steward:
                 log.error("%s is lost: %s", name, reason)
         self._roster.lose_keeper(name, self._awake, reason)
 
-    # -- what is done ------------------------------------------------------------------------------------------------
+    # -- actions -----------------------------------------------------------------------------------------------------
 
     async def _look_again_and_again(self) -> None:
         before = time.monotonic()
@@ -239,7 +236,6 @@ class Steward:
         return self._roster.wanted, self._roster.revision, self._roster.next_number
 
     def _take_back_hopeless_upgrade(self) -> None:
-        """Returns to the config before if no engine can be started with the new one."""
         failure = self._roster.hopeless_upgrade
         if failure is None:
             return
@@ -259,7 +255,6 @@ class Steward:
             self._begin(self._forget_keeper(name))
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        """Does something that takes its time, beside everything else."""
         task = asyncio.create_task(work)
         self._working.add(task)
         task.add_done_callback(self._working.discard)
@@ -298,7 +293,7 @@ class Steward:
         self._ending = True
         self._look()
 
-    # -- what is told ------------------------------------------------------------------------------------------------
+    # -- messages out ------------------------------------------------------------------------------------------------
 
     def _update(self) -> DirectoryUpdate:
         if self._adopting:  # gateways go by what the steward before has told them
@@ -327,13 +322,13 @@ def _member(replica: KeptReplica, info: ReplicaInfo) -> MemberStatus:
 
 
 def main(folder: str) -> None:
-    """Runs a steward, if there is no other of this fleet."""
+    """Runs a steward, unless the fleet has one."""
     for ending in (signal.SIGINT, signal.SIGTERM):  # a terminal or a service manager may send one to every process
         signal.signal(ending, signal.SIG_IGN)  # the gateway decides when to stop
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S")
     with open(Path(folder) / "steward.lock", "w") as lock:
         line = sys.stdin.buffer.readline()
-        if not line:  # whoever has started this has ended before it could say more
+        if not line:  # the parent has ended before it sent the spec
             return shutil.rmtree(folder, ignore_errors=True)
         spec = msgspec.json.decode(line, type=FleetSpec)
         try:

@@ -45,8 +45,8 @@ log = logging.getLogger(__name__)
 BEAT_SECONDS = 1.0
 CHECK_SECONDS = 0.25  # between two looks whether the steward lives
 SILENT = 15.0  # seconds after which a steward that says nothing is replaced
-ANSWER_SECONDS = 5.0  # that a command waits for the steward
-ENDING_SECONDS = 10.0  # that a fleet has to end
+ANSWER_SECONDS = 5.0  # limit for the steward's answer to a command
+ENDING_SECONDS = 10.0  # limit for a fleet to end
 PAUSE = 1.0  # seconds between two stewards that are started
 NOTICE_SECONDS = 0.05
 MOST_STARTS = 3
@@ -54,14 +54,13 @@ NOTHING_YET = Directory(0, ())
 
 
 class StewardProcess:
-    """Starts the steward's process before it is known what it is to do, so that its imports take no time later."""
+    """Starts the steward's process before its spec is known, so that its imports take no time later."""
 
     def __init__(self, folder: str) -> None:
         command = [sys.executable, "-m", "penstock.fleet.steward", folder]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
     def tell(self, spec: FleetSpec) -> None:
-        """Says what it is to do."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
             self.process.stdin.write(msgspec.json.encode(spec) + b"\n")
@@ -76,7 +75,7 @@ class KnownSteward:
     host: str
     process: StewardProcess | None = None  # if it was started here
     heard: float = field(default_factory=time.monotonic)
-    starts: int = 0  # of stewards that have said nothing yet
+    starts: int = 0  # consecutive starts without a message
 
     @property
     def is_here(self) -> bool:
@@ -100,7 +99,6 @@ class StewardLink:
     died."""
 
     def __init__(self, spec: FleetSpec, begin: Callable[[], StewardProcess] | None = None) -> None:
-        """Takes the fleet and, if it is to be started, what begins its steward's process."""
         self.secret = spec.secret
         self.measure: Callable[[], MeasuredLoad | None] = lambda: None  # what the steward is told of the load
         self.scale: ScaleStatus | None = None  # as the steward said last
@@ -130,7 +128,7 @@ class StewardLink:
                 return directory
             if self._failure is not None:
                 raise error_of(self._failure.code, self._failure.message)
-        raise EngineUnavailable("the steward has ended")  # never: changes has no end
+        raise EngineUnavailable("the steward has ended")  # unreachable: `changes` is endless
 
     async def changes(self) -> AsyncIterator[Directory]:
         told: tuple[Directory, StartFailure | None] = (NOTHING_YET, None)
@@ -160,8 +158,8 @@ class StewardLink:
                 self._refuse(error)
 
     def _refuse(self, error: WrongProtocol) -> None:
-        """Says once that the steward is of another version. This gateway goes on with what it knows, and does not end
-        that steward; if it knows nothing yet, it cannot start."""
+        """Logs once that the steward is of another version. This gateway continues with its last directory and does not
+        end that steward; without a directory it cannot start."""
         self._steward.heard = time.monotonic()
         if self._failure is None:
             log.error("%s", error)
@@ -178,10 +176,9 @@ class StewardLink:
             self._changed.set()
 
     async def _beat(self) -> None:
-        """Says that this gateway lives, and which directory it goes by."""
         while True:
             version = self._directory.version
-            with suppress(zmq.Again):  # there is no steward now
+            with suppress(zmq.Again):  # the steward may be gone
                 beat = GatewayBeat(self.secret, self._name, version, self.measure())
                 await self._socket.send_multipart(encode(beat, self._name), zmq.NOBLOCK)
             until = time.monotonic() + BEAT_SECONDS
@@ -210,7 +207,6 @@ class StewardLink:
     # -- the steward's process ---------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Starts another steward when there is none, or when it says nothing for too long."""
         steward, silent, before = self._steward, 0.0, self._steward.heard
         while True:
             await asyncio.sleep(CHECK_SECONDS)
@@ -242,7 +238,6 @@ class StewardLink:
 
 
 def log_failure(task: asyncio.Task[None]) -> None:
-    """Logs why a task has ended that nobody waits for, and that should have gone on."""
     if not task.cancelled() and (error := task.exception()) is not None:
         log.error("this gateway does not follow its fleet any more: restart it", exc_info=error)
 

@@ -82,7 +82,7 @@ class StewardSocket:
 @dataclass(slots=True)
 class KnownGateway:
     route: bytes
-    version: int  # of the directory that it goes by
+    version: int  # its directory version
     heard: float
     measured: MeasuredLoad | None = None
 
@@ -119,7 +119,6 @@ class Gateways:
 
     @property
     def seen(self) -> int:
-        """Returns the directory version that every gateway has."""
         return min((gateway.version for gateway in self._known.values()), default=2**62)
 
     @property
@@ -127,7 +126,6 @@ class Gateways:
         return [each.measured for each in self._known.values() if each.measured is not None]
 
     def push(self, update: DirectoryUpdate, link: StewardSocket) -> None:
-        """Sends all gateways a directory that has changed."""
         if update.directory.version != self._pushed:
             self._pushed = update.directory.version
             for gateway in self._known.values():

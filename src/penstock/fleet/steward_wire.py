@@ -22,36 +22,36 @@ class ScaleSpec(msgspec.Struct, frozen=True):
     least: int
     most: int  # the same: the number of replicas is changed by hand only
     ttft: float = 2000.0  # milliseconds
-    itl: float = 0.0  # 0: there is no such target
+    itl: float = 0.0  # 0: no target
     patience: float = 300.0  # seconds for which fewer have to suffice before one leaves
 
 
 class FleetSpec(msgspec.Struct, frozen=True):
-    """Says what a fleet is to be, and how its parts find one another. The run file has it, for the commands."""
+    """The wanted state of a fleet, and the addresses of its parts. The run file has it, for the commands."""
 
     name: str
-    folder: str  # of sockets; only this user can enter it
-    address: str  # of the steward's socket
+    folder: str  # the sockets' folder, private to this user
+    address: str  # the steward's socket
     secret: str
     run_file: str
-    config: Config  # of every engine
-    replicas: int  # that there are to be now
+    config: Config  # every engine's config
+    replicas: int  # wanted replicas
     ground: str = "local"
     ray: str = ""  # address of the Ray cluster
-    drain_seconds: float = 30.0  # that answers have to end on a replica that is drained, before they are moved
+    drain_seconds: float = 30.0  # grace for answers on a draining replica before they move
     host_command: tuple[str, ...] = ()  # the program that serves an engine; empty: a fork
-    revision: int = 0  # of the config; an upgrade makes the next one
-    next_number: int = 0  # of the next replica
+    revision: int = 0  # the config's revision; an upgrade increments it
+    next_number: int = 0  # the next replica's number
     adopt: bool = False  # keepers are there already, and will say who they are
     steward_pid: int = 0
     host: str = ""  # the steward's machine
     scaling: ScaleSpec | None = None  # how the number of replicas follows from the load; None: it does not
-    split: SplitOptions = SplitOptions()  # by which every gateway splits prefill and decode
-    targets: Targets = NO_TARGETS  # of the first gateway, which hold for others that state none
+    split: SplitOptions = SplitOptions()  # prefill/decode split of every gateway
+    targets: Targets = NO_TARGETS  # the first gateway's targets, the default for others
 
 
 class KeeperSpec(msgspec.Struct, frozen=True):
-    """Says what a keeper keeps running."""
+    """The replica of one keeper."""
 
     name: str
     steward: str  # address
@@ -76,7 +76,7 @@ class GatewayBeat(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     secret: str
     gateway: str
-    version: int  # of the directory that it goes by
+    version: int  # its directory version
     measured: MeasuredLoad | None = None  # its requests of the last minute, once there were any
 
 
@@ -96,7 +96,7 @@ class KeeperReport(msgspec.Struct, frozen=True, array_like=True, tag=True):
     revision: int
     in_flight: int = 0
     restarts: int = 0
-    attempts: int = 0  # to start the engine, in vain since the last one
+    attempts: int = 0  # failed starts since an engine was ready
     failure: StartFailure | None = None  # why the engine cannot be started
     deaths: tuple[Death, ...] = ()  # the last few
 
@@ -108,14 +108,14 @@ class AskStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class DrainReplica(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Has a replica finish what it has, and then end."""
+    """Ends a replica once it has finished its requests."""
 
     secret: str
     replica: str
 
 
 class ScaleFleet(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Sets how many replicas there are to be: so many, or from so many to `most`, as the load asks for."""
+    """Sets the number of replicas: a fixed one, or from `replicas` to `most` by the load."""
 
     secret: str
     replicas: int
@@ -123,7 +123,7 @@ class ScaleFleet(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class UpgradeFleet(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Has every replica replaced, one after the other, by one with this config."""
+    """Replaces every replica, one after the other, by one with this config."""
 
     secret: str
     config: Config
@@ -164,7 +164,7 @@ class FleetStatus(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     name: str
     steward: int
-    replicas: int  # that there are to be
+    replicas: int  # wanted replicas
     revision: int
     gateways: tuple[str, ...]
     members: tuple[MemberStatus, ...]
@@ -182,7 +182,7 @@ class CommandRefused(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 FromSteward = DirectoryUpdate | KeeperOrder | FleetStatus | CommandRefused
 
-PROTOCOL = 1  # of all messages from and to a steward
+PROTOCOL = 1  # version of the steward's messages
 LONGEST_NUMBER, LONGEST_NAME = 6, 200  # bytes of a protocol's number, and those of a sender's name that are read
 
 _encoder = msgspec.msgpack.Encoder()
@@ -209,12 +209,12 @@ def encode(message: ToSteward | FromSteward, sender: str) -> tuple[bytes, bytes]
 
 
 def decode_to_steward(frames: Sequence[bytes]) -> ToSteward:
-    """Returns a message to a steward; raises WrongProtocol, or msgspec's DecodeError for what is no message at all."""
+    """Returns a message to a steward; raises WrongProtocol, or msgspec's DecodeError for other bytes."""
     return _to_steward.decode(_payload(frames))
 
 
 def decode_from_steward(frames: Sequence[bytes]) -> FromSteward:
-    """Returns a steward's message; raises WrongProtocol, or msgspec's DecodeError for what is no message at all."""
+    """Returns a steward's message; raises WrongProtocol, or msgspec's DecodeError for other bytes."""
     return _from_steward.decode(_payload(frames))
 
 

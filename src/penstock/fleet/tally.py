@@ -36,7 +36,6 @@ class FleetTally:
         self._replicas: dict[str, ReplicaTally] = {}
 
     def of(self, replica: str) -> ReplicaTally:
-        """Returns the counts of a replica, which can be changed."""
         return self._replicas.setdefault(replica, ReplicaTally())
 
     def forget(self, replica: str) -> None:

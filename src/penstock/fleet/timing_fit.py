@@ -1,4 +1,4 @@
-"""Fits the timing of a simulated replica to what a model computes and a machine was measured to do."""
+"""Fits the timing of a simulated replica to a model's work and a machine's measured speed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from penstock.fleet.timing import EngineTiming
 from penstock.planning.roofline import MachineProfile, ModelCosts, decode_time, prefill_time
 from penstock.types import Limits
 
-POINTS = 16  # that each polynomial is fitted to
-BYTES_PER_MS = 8e6  # that one process copies from another's memory or its own: 8 GB/s
+POINTS = 16  # sample points per polynomial
+BYTES_PER_MS = 8e6  # copy speed between processes: 8 GB/s
 
 
 def fit_timing(profile: MachineProfile, costs: ModelCosts, limits: Limits, context: int) -> EngineTiming:

@@ -1,6 +1,6 @@
-"""Keeps what a gateway knows of its replicas, and chooses by it where requests go.
+"""Keeps a gateway's knowledge of its replicas, and routes requests by it.
 
-The index and the ledger are fed by the replicas' step messages alone: gateways do not talk to each other.
+Only the replicas' step messages feed the index and the ledger: gateways do not talk to each other.
 """
 
 from __future__ import annotations
@@ -44,52 +44,45 @@ class FleetView:
         self._split = split or SplitRule()
 
     def open(self, replica: int) -> None:
-        """Lets a replica be chosen."""
         if not self._ledger.knows(replica):
             self._ledger.join(replica)
             if (report := self._reports.get(replica)) is not None:
                 self._ledger.report(replica, *report)
 
     def shut(self, replica: int) -> None:
-        """Lets a replica be chosen no more. What it holds is still followed."""
+        """Stops choosing a replica. Its blocks are still followed."""
         self._ledger.leave(replica)
 
     def lose(self, replica: int) -> None:
-        """Takes note that the connection with a replica is lost: another one counts requests anew."""
+        """Notes a lost connection: the next one counts requests anew."""
         self._ledger.leave(replica)
         self._reports.pop(replica, None)
 
     def drop(self, replica: int) -> None:
-        """Forgets a replica that has ended."""
         self.lose(replica)
         self._index.drop(replica)
 
     @property
     def open_replicas(self) -> int:
-        """Returns how many replicas can be chosen."""
         return len(self._ledger)
 
     def load(self, replica: int) -> Load:
-        """Returns what a replica owes, with what was sent since its last report if it can be chosen."""
         if self._ledger.knows(replica):
             return self._ledger.load(replica)
         return self._reports.get(replica, (Load(), 0))[0]
 
     @property
     def timing(self) -> EngineTiming:
-        """Returns how fast replicas are, as far as that is known."""
         return self._fit.timing
 
     @property
     def seconds_per_token(self) -> float:
-        """Returns how long a replica takes for a token of a prompt."""
         timing = self._fit.timing
         return timing.prefill_ms(timing.step_tokens) / timing.step_tokens / 1000
 
-    # -- what replicas say ---------------------------------------------------------------------------------------
+    # -- messages of replicas ------------------------------------------------------------------------------------
 
     def report(self, replica: int, stats: Stats, received: int) -> None:
-        """Takes what a replica says it has to do, after so many requests of this gateway."""
         self._reports[replica] = report = _load(stats, self._limits), received
         self._router.gateways = max(stats.clients, 1)
         if self._ledger.knows(replica):
@@ -106,7 +99,6 @@ class FleetView:
         return self._index.apply(replica, epoch, blocks[0].number, changes)
 
     def restore(self, replica: int, blocks: BlockSnapshot) -> None:
-        """Replaces what is known of a replica's prefix cache."""
         held = blocks.hashes
         hashes = (held[at : at + SIZE] for at in range(0, len(held), SIZE))
         self._index.restore(replica, blocks.epoch, blocks.following, [(DEVICE, hash) for hash in hashes])
@@ -114,7 +106,6 @@ class FleetView:
     # -- where requests go ---------------------------------------------------------------------------------------
 
     def has_room(self, request: Request, avoid: int | None = None) -> bool:
-        """Returns whether a replica that answers requests has use for one more, another one than that to avoid."""
         background, timing, duty = request.background, self._fit.timing, self._split.duty
         return any(
             has_room(self._ledger.load(replica), timing, background)
@@ -123,14 +114,13 @@ class FleetView:
         )
 
     def uncached(self, request: Request, salt: str) -> int:
-        """Returns how many prompt tokens of a request some replica has to compute, if it goes where most are held."""
         hashes = self._hashes(request, salt)
         depth = max([depth for depth, _ in self._index.lookup(hashes)], default=0)
         return len(request.prompt) - min(depth * self._limits.block_size, len(request.prompt) - 1)
 
     def route(self, request: Request, salt: str, now: float) -> Route | None:
-        """Returns where a request goes, and notes that it is sent there; None: no replica can be chosen. It goes to
-        none that has no row for it, if another has."""
+        """Returns where a request goes, and counts it there; None: no replica can be chosen. Full replicas are avoided
+        if another has a row."""
         if not len(self._ledger):
             return None
         prompt = RoutedPrompt(
@@ -143,14 +133,12 @@ class FleetView:
         return self._router.route(prompt, now, without_full(loads, self._split.on_duty(loads, now), self._fit.timing))
 
     def _hashes(self, request: Request, salt: str) -> list[bytes]:
-        """Returns the chain hashes of the blocks with which a request may begin."""
         if not _reuses(request, self._limits):
             return []
         tokens = request.prompt + request.generated if request.generated else request.prompt
         return self._chain(salt, tokens, self._limits.block_size)
 
     def holders(self, request: Request, salt: str) -> list[int]:
-        """Returns the replicas that hold most of a request's prompt."""
         return self._index.lookup(self._chain(salt, request.prompt, self._limits.block_size)).deepest(2)
 
     def prefill_elsewhere(self, route: Route, request: Request, now: float) -> int | None:
@@ -166,7 +154,6 @@ class FleetView:
 
 
 def _load(stats: Stats, limits: Limits) -> Load:
-    """Returns what an engine's statistics say that it owes."""
     queued = stats.uncached_tokens
     used = stats.blocks_used * limits.block_size // len(limits.windows)
     return Load(
@@ -181,14 +168,13 @@ def _load(stats: Stats, limits: Limits) -> Load:
 
 
 def _reuses(request: Request, limits: Limits) -> bool:
-    """Returns whether a request can begin with cached blocks, as the engine decides it."""
     scored = request.sampling.prompt_logprobs is not None and not request.generated
     return not scored and request.pooling != "mean" and not limits.encoder
 
 
 def salt_of(request: Request, adapters: Mapping[str, AdapterInfo], weights: WeightState) -> str:
-    """Returns the salt that an engine gives a request's blocks: the caller's, its adapters', and that of weights which
-    were updated. An adapter's contents are known once it was loaded; until then its blocks are not found."""
+    """Returns the salt that an engine gives a request's blocks: from the caller, its adapters, and updated weights. An
+    adapter's digest is known once it was loaded; until then its blocks are not found."""
     salt = request.salt
     for use in request.adapters:
         info = adapters.get(use.name)

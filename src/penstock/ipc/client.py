@@ -19,7 +19,7 @@ class EngineState(StrEnum):
     STARTING = "starting"  # it has not started yet
     READY = "ready"
     RESUMING = "resuming"  # the engine was lost; requests wait for the next one, which is being started
-    FAILED = "failed"  # there is no engine, and requests are refused
+    FAILED = "failed"  # the engine is gone, and requests are refused
 
 
 class ReplicaView(Protocol):
@@ -50,8 +50,8 @@ class EngineClient(Protocol):
 
     @property
     def hello(self) -> Hello | None:
-        """Returns what the engine said about itself when it started; None while requests are refused. While they wait
-        for an engine that is being restarted, it is what the last one said."""
+        """Returns the engine's hello; None while requests are refused. While they wait for a restart, it is the last
+        engine's."""
 
     @property
     def state(self) -> EngineState:
@@ -59,7 +59,7 @@ class EngineClient(Protocol):
 
     @property
     def unavailable_reason(self) -> str:
-        """Returns why there is no engine, while the state is not ready."""
+        """Returns why requests are refused or wait, while the state is not ready."""
 
     @property
     def restarts(self) -> int: ...
@@ -98,36 +98,35 @@ class EngineClient(Protocol):
 
     def submit(self, request: Request) -> AsyncGenerator[list[Event], None]:
         """Yields the events of one request, a list per step, up to Finished, Aborted or Failed. Leaving the generator
-        early aborts the request. Raises EngineUnavailable if there is no engine."""
+        early aborts the request. Raises EngineUnavailable without an engine."""
 
     def run(self, request: Request, read: EventReader) -> Coroutine[Any, Any, None]:
         """Calls `read` with the events of each step of one request as they arrive, up to Finished, Aborted or Failed,
-        or until it returns True; raises what it raises. Cancelling this aborts the request. It is `submit` without a
-        task that wakes up for each step, so `read` must not take long. Raises EngineUnavailable if there is no
-        engine."""
+        or until it returns True; an error of `read` is raised here. Cancelling this aborts the request. No task wakes
+        up for a step, unlike with `submit`, so `read` must be quick. Raises EngineUnavailable without an engine."""
 
     def cached_tokens(self, request: Request) -> int:
         """Returns how many leading tokens of a prompt an engine is known to hold; 0: that is not known."""
 
     def note_refused(self, request: Request) -> None:
-        """Takes note of a request that is not submitted because it would wait too long: a fleet may grow for it."""
+        """Counts a request that is not submitted because it would wait too long: a fleet may grow for it."""
 
     def abort(self, id: int) -> None:
         """Ends a request now; its last event still arrives, with a report of what happened to it."""
 
     def when_ended(self, id: int, call: Callable[[], None]) -> None:
-        """Has something called when the engine has ended a request that is about to be submitted, even if nobody reads
-        its events. It is not called for one that was left."""
+        """Registers a call for the end of a request that is about to be submitted, even if nobody reads its events. It
+        is not called for a request that was left."""
 
     def when_placed(self, id: int, call: Callable[[RequestPlacement], None]) -> None:
-        """Has something called whenever a request that is about to be submitted is sent to one of several engines: at
-        first, and again if another goes on with it."""
+        """Registers a call for each engine that gets a request which is about to be submitted: the first, and any that
+        resumes it."""
 
     def end_answers(self, reason: str) -> None:
         """Ends every request in flight with an error, because the server stops."""
 
     def tell(self, message: Message) -> None:
-        """Sends a message that has no answer."""
+        """Sends a message without an answer."""
 
     async def ask(self, message: Control[Answer]) -> Answer:
         """Sends a control message (engine/messages.py lists them) and returns the engine's answer; raises the error

@@ -1,8 +1,8 @@
-"""Decides which requests may be why an engine died. A request that is blamed too often is poisoned, and fails.
+"""Decides which requests may have caused an engine's death. A request that is blamed too often is poisoned, and fails.
 
-If one request alone can be the reason, or one of several was doubted before, that one is blamed. A request that is
-blamed for two crashes in a row is poisoned. It takes more if engines are killed, or also die without a request that
-could be the reason. So a poisoned request ends two engines, or three if others were doubted with it.
+If only one request can be the cause, or one of several was doubted before, that one is blamed. Two crashes in a row
+poison it. It takes more if engines are killed, or also die without a request that could be the cause. So a poisoned
+request ends two engines, or three if others were doubted with it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ class LostRequests(NamedTuple):
 
     @property
     def suspected(self) -> bool:
-        """Returns whether one was doubted before."""
         return any(stream.trust is Trust.LOST_DOUBTED for stream in self.unanswered)
 
 
@@ -50,18 +49,15 @@ class CrashJudge:
         self._poisoned: deque[int] = deque(maxlen=POISONED)  # fingerprints
 
     def refusal(self, request: Request) -> Failed | None:
-        """Returns the error for a request that was poisoned before."""
         if not self._poisoned or _fingerprint(request) not in self._poisoned:
             return None
         return _failure(request.id, "it was refused at once this time")
 
     @property
     def blamed_twice(self) -> bool:
-        """Returns whether a request in flight is blamed for as much as two crashes."""
         return any(stream.blame >= 2 * CRASH for stream in self._streams.values())
 
     def clear(self, lost: LostRequests) -> None:
-        """Frees the requests of an engine that was not lost because of any of them."""
         self._explain(self._left(lost))
 
     def blame(
@@ -79,7 +75,7 @@ class CrashJudge:
         if not doubted and (left or lost.answered):
             self._unexplained.append(time.monotonic())
         poisoned = self._poisoned_among(doubted)
-        self._explain(left, () if poisoned else doubted)  # with the reason found, the others are trusted
+        self._explain(left, () if poisoned else doubted)  # once the cause is found, the others are trusted
         self._give_up(poisoned, lost.reason)
 
     def blame_late(self, lost: LostRequests, suspects: Collection[int], *, crashed: bool) -> None:
@@ -92,7 +88,6 @@ class CrashJudge:
         self._give_up(self._poisoned_among(doubted), lost.reason)
 
     def _left(self, lost: LostRequests) -> list[RequestStream]:
-        """Returns the requests that have not ended meanwhile."""
         return [stream for stream in lost.unanswered if stream.id in self._streams]
 
     def _explain(self, lost: list[RequestStream], doubted: Collection[RequestStream] = ()) -> None:
@@ -102,7 +97,6 @@ class CrashJudge:
             self._dispatcher.recover()
 
     def _poisoned_among(self, doubted: list[RequestStream]) -> list[RequestStream]:
-        """Returns the requests that were blamed too often."""
         most = MOST_BLAMED[self._unexplained_deaths]
         return [stream for stream in doubted if stream.blame >= most]
 
@@ -118,15 +112,14 @@ class CrashJudge:
 
 
 def _accuse(doubted: list[RequestStream], crashed: bool, shared: bool) -> None:
-    """Blames the doubted request that alone can be the reason, or that was doubted before: one is tried at a time, and
-    others have only come to its engine since."""
+    """Blames the doubted request that is the only possible cause, or that was doubted before: one is tried at a time,
+    and others have only come to its engine since."""
     known = [stream for stream in doubted if stream.trust is Trust.LOST_DOUBTED] or ([] if shared else doubted)
     if len(known) == 1:
         known[0].blame += CRASH if crashed else KILL
 
 
 def _fingerprint(request: Request) -> int:
-    """Returns a number by which a request is recognized that is sent again."""
     return hash((request.prompt, request.sampling.grammar, request.adapters, request.pooling))
 
 

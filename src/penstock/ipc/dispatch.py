@@ -20,7 +20,7 @@ class Pull(NamedTuple):
     """KV blocks of a prompt that an engine reads from another one before it answers."""
 
     source: RequestEngine
-    salt: str  # of the blocks' hashes
+    salt: str  # salt of the block hashes
     first: int  # the first block that the reader lacks
     device: str  # the reader's
     compute: bool = False  # the source computes the blocks first
@@ -56,7 +56,7 @@ class EngineChoice(Protocol):
         """Returns how many requests wait in a queue of this choice, which starts them itself."""
 
     def forget(self, id: int, generated: int) -> None:
-        """Removes a request that has ended after so many tokens."""
+        """Removes a request that has ended with `generated` tokens."""
 
 
 class DispatchObserver(Protocol):

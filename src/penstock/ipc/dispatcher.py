@@ -22,13 +22,13 @@ class Dispatcher:
     """Sends the requests of `streams`.
 
     Doubted requests are tried one after the other, each on the quietest engine, once that engine has answered all
-    others. New requests stay away from it meanwhile, or wait if there is no other engine. Requests that a lost engine
-    had answered go first.
+    others. New requests stay away from it meanwhile, or wait if it is the only engine. Requests that a lost engine had
+    answered go first.
     """
 
     def __init__(self, engines: EngineChoice, streams: Mapping[int, RequestStream], pulls: PullOffers) -> None:
         self.placings: dict[int, Callable[[RequestPlacement], None]] = {}  # called when a request is sent
-        self.observer: DispatchObserver | None = None  # of a client with several engines
+        self.observer: DispatchObserver | None = None  # set if there are several engines
         self._engines = engines
         self._streams = streams
         self._pulls = pulls
@@ -39,7 +39,6 @@ class Dispatcher:
     # -- requests come, move and go ------------------------------------------------------------------------------
 
     def begin(self, stream: RequestStream) -> None:
-        """Sends a new request, or makes it wait."""
         self._unsent += 1
         if self._recovering:
             self.dispatch()
@@ -47,7 +46,6 @@ class Dispatcher:
             self._place(stream, None)
 
     def recall(self, stream: RequestStream) -> None:
-        """Tells the engine of a request, if it has got it, to end it."""
         if not stream.stop_pull() and stream.engine is not None:
             stream.engine.send(Abort(stream.id))
 
@@ -58,20 +56,17 @@ class Dispatcher:
         self._unsent += 1
 
     def forget(self, stream: RequestStream) -> None:
-        """Removes a request that has ended, and sends the requests that waited for it."""
         self._unsent -= stream.engine is None
         self._engines.forget(stream.id, stream.generated)
         self.dispatch()
 
     def note_answer(self, stream: RequestStream, event: Event) -> None:
-        """Reports how much of a prompt an engine has reused, with its first tokens."""
         if self.observer is None or stream.begun or stream.engine is None or stream.promised is None:
             return
         if isinstance(event, Tokens):
             self.observer.answered(stream.engine, stream.promised, event.cached)
 
     def after_step(self) -> None:
-        """Sends requests that waited for an answer to a doubted one."""
         if self._recovering:
             self.dispatch()
 
@@ -94,21 +89,18 @@ class Dispatcher:
                 if stream.engine is None and stream.trust is Trust.RESUMED and blamed is None:
                     self._place(stream, None)
         if doubted and blamed is None:
-            self._try_next(doubted, streams, alone=reserved is not None)
+            self._try_next(doubted, streams, isolated=reserved is not None)
 
     def resume(self) -> None:
-        """Sends the requests that waited for a new engine."""
         if self._recovering:
             self._let_others_wait()
         self.dispatch()
 
     def recover(self) -> None:
-        """Tries doubted requests before others."""
         self._recovering = True
         self._let_others_wait()
 
     def load(self, engine: RequestEngine) -> tuple[int, int]:
-        """Returns how many requests an engine has not answered yet, and how many it has in all."""
         answered = [stream.answered for stream in self._streams.values() if stream.engine is engine]
         return answered.count(False), len(answered)
 
@@ -125,31 +117,28 @@ class Dispatcher:
         tried = (stream.engine for stream in doubted if stream.engine is not None)
         return next(tried, None) or self._engines.quietest()
 
-    def _try_next(self, doubted: list[RequestStream], streams: list[RequestStream], *, alone: bool) -> None:
-        """Tries the next doubted request, unless one is being tried or its engine still has to resume others. To try it
-        `alone`, it waits until the engine has answered all others: they would be doubted with it."""
+    def _try_next(self, doubted: list[RequestStream], streams: list[RequestStream], *, isolated: bool) -> None:
+        """Tries the next doubted request, unless one is being tried or its engine still has to resume others. With
+        `isolated`, it waits until the engine has answered all others: they would be doubted with it."""
         engine = self._engines.quietest()
         if engine is None or any(stream.engine is not None for stream in doubted):
             return
         unanswered = [stream for stream in streams if stream.engine is engine and not stream.answered]
-        if not any(alone or stream.trust is Trust.RESUMED for stream in unanswered):
+        if not any(isolated or stream.trust is Trust.RESUMED for stream in unanswered):
             self._let_others_wait()
             self.carry_out(doubted[0], self._engines.trial(engine))
 
     def _let_others_wait(self) -> None:
-        """Makes others wait until a doubted request was answered, or for a moment."""
         self._others_wait = time.monotonic() + TRIAL
         asyncio.get_running_loop().call_later(TRIAL, self.dispatch)
 
     # -- carrying out --------------------------------------------------------------------------------------------
 
     def start(self, id: int, dispatch: Dispatch) -> None:
-        """Sends a request that waited in a queue of the engine choice."""
         if (stream := self._streams.get(id)) is not None:
             self.carry_out(stream, dispatch)
 
     def carry_out(self, stream: RequestStream, dispatch: Dispatch) -> None:
-        """Sends a request where its placement says, once the blocks that it pulls are offered or cannot be."""
         stream.take_place(dispatch)
         self._unsent -= 1
         if dispatch.pull is None:

@@ -15,18 +15,16 @@ SOCKET, FLIGHT, REQUESTS, STACK, CLIENTS = "engine", "flight", "requests", "stac
 
 
 def address_in(folder: str) -> str:
-    """Returns the address of the socket in an engine's folder."""
     return f"{SCHEME}{folder}/{SOCKET}"
 
 
 def engine_file(address: str, name: str) -> Path:
-    """Returns the path of a file beside an engine's socket."""
     return Path(address.removeprefix(SCHEME)).parent / name
 
 
 def bind(socket: zmq.Socket[Any], address: str) -> None:
-    """Lets the engine process connect to the socket. Where ZeroMQ has no sockets in folders, as on Windows, it is one
-    of this machine's TCP ports, and the file in the folder has its address and a key: only who can read it connects."""
+    """Binds the socket that the engine process connects to. Where ZeroMQ lacks sockets in folders, as on Windows, it is
+    a local TCP port, and a private file in the folder has its address and a key."""
     if zmq.has("ipc"):
         socket.bind(address)
         return
@@ -37,7 +35,6 @@ def bind(socket: zmq.Socket[Any], address: str) -> None:
 
 
 def connect(socket: zmq.Socket[bytes], address: str) -> None:
-    """Connects an engine process to the socket that was bound for it."""
     if zmq.has("ipc"):
         socket.connect(address)
         return
@@ -48,8 +45,8 @@ def connect(socket: zmq.Socket[bytes], address: str) -> None:
 
 
 class EngineMemory:
-    """Holds memory that an engine process writes to and that outlives it. Where that is possible it is no file of a
-    disk, whose writing could hold up a step; the folder then has a link to it."""
+    """Holds memory that an engine process writes to and that outlives it. If possible it is anonymous, since writing a
+    file to a disk could delay a step; the folder then has a link to it."""
 
     def __init__(self, address: str, name: str, size: int) -> None:
         path = engine_file(address, name)
@@ -69,6 +66,5 @@ class EngineMemory:
 
 
 def open_memory(address: str, name: str, size: int) -> mmap.mmap:
-    """Returns memory that whoever started this engine process holds."""
     with engine_file(address, name).open("r+b") as file:
         return mmap.mmap(file.fileno(), size)

@@ -1,7 +1,7 @@
-"""Keeps the requests that an engine process has in memory that outlives it, for a bundle about its death.
+"""Keeps an engine's requests in memory that outlives the process, for a bundle about its death.
 
-Whoever keeps an engine that others send requests to does not see them. Each request has a slot of that memory while it
-is in flight. Pages that nothing was written to take no memory.
+The keeper of a shared engine does not see its requests. Each has a slot of that memory while it is in flight. Untouched
+pages take no memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.types import Request
 SLOTS = 512  # requests in flight that are kept
 SLOT_BYTES = 2**18
 REQUESTS_BYTES = SLOTS * SLOT_BYTES
-LENGTH = Struct("<I")  # of what a slot holds; 0: nothing
+LENGTH = Struct("<I")  # bytes in a slot; 0: empty
 
 
 class FlightRequest(NamedTuple):
@@ -31,7 +31,6 @@ class FlightRequest(NamedTuple):
     request: Request
 
     def restored(self, vocab: int) -> Request:
-        """Returns the request, with made-up tokens if it has none."""
         if self.request.prompt:
             return self.request
         return with_made_up(self.request, self.prompt_tokens, self.generated_tokens, vocab)
@@ -49,11 +48,10 @@ class FlightRequests:
     def __init__(self, memory: bytearray | mmap, *, tokens: bool = False) -> None:
         self._memory = memory
         self._tokens = tokens
-        self._slots: dict[int, int] = {}  # by request
+        self._slots: dict[int, int] = {}  # request id -> slot
         self._free = list(reversed(range(SLOTS)))
 
     def add(self, request: Request) -> None:
-        """Writes a request, if there is a slot and none of the same id."""
         if not self._free or request.id in self._slots:
             return
         entry = FlightRequest(len(request.prompt), len(request.generated), shape_of(request))
@@ -67,7 +65,6 @@ class FlightRequests:
         LENGTH.pack_into(self._memory, at, len(data))  # last: the process may end at any time
 
     def end(self, id: int) -> None:
-        """Takes a request out, if it is there."""
         slot = self._slots.pop(id, None)
         if slot is not None:
             LENGTH.pack_into(self._memory, slot * SLOT_BYTES, 0)

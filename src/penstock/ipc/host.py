@@ -52,8 +52,8 @@ class SocketInbox:
 
 
 def host(open: OpenEngine) -> None:
-    """Serves until whoever started it sends Close or, if it serves that client alone, ends. An engine that cannot start
-    sends the reason and exits."""
+    """Serves until the client sends Close or, if the engine is not shared, ends. An engine that cannot start sends the
+    reason and exits."""
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=Config)
     _host(open, sys.argv[1], config, STDIN)
 
@@ -101,7 +101,7 @@ def _host(open: OpenEngine, address: str, config: Config, parent: int) -> None:
 def _serve_shared(
     engine: Engine, model: str, keeper: zmq.Socket[bytes], config: Config, address: str, orphaned: threading.Event
 ) -> None:
-    """Serves all clients that join, also when whoever keeps this process has ended."""
+    """Serves all clients that join, even after the keeper has ended."""
     from penstock.ipc.flight_requests import REQUESTS_BYTES, FlightRequests, keeps_requests
     from penstock.ipc.shared_host import LINGER_MS, SharedHost, Sockets, listen
 
@@ -153,17 +153,16 @@ def _serve(engine: Engine, model: str, socket: zmq.Socket[bytes]) -> None:
 
 
 def _write_stacks(address: str) -> None:
-    """Has the stacks of all threads written to a file of the engine's folder when a signal ends this process, and when
-    the parent asks for them because the engine hangs."""
+    """Writes the stacks of all threads to a file of the engine's folder when a signal ends this process, and when the
+    parent asks for them because the engine hangs."""
     file = engine_file(address, STACK).open("a")
     faulthandler.enable(file)
-    if hasattr(faulthandler, "register"):  # Windows has no such signals
+    if hasattr(faulthandler, "register"):  # Windows lacks these signals
         faulthandler.register(signal.SIGUSR1, file)
 
 
 @contextmanager
 def _stack_of_errors(address: str) -> Iterator[None]:
-    """Has the stack of an error that ends this process written to the same file."""
     try:
         yield
     except Exception:
@@ -190,7 +189,6 @@ def _remove_folder(address: str) -> None:
 
 
 def open_logging(config: Config, until_needed: UntilNeeded) -> Engine:
-    """Opens the engine of a config, and logs how that goes."""
     from penstock.engine.build import open_engine
 
     return open_engine(config, log_to_stderr, until_needed)

@@ -16,6 +16,5 @@ class JsonLines(logging.Handler):
 
 
 def log_as_the_server() -> None:
-    """Makes what is logged in this process JSON, if the server's log is."""
     if os.environ.get(LOG_FORMAT) == "json":
         logging.basicConfig(handlers=[JsonLines()], level=logging.WARNING, format="%(message)s")

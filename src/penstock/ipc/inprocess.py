@@ -28,8 +28,8 @@ class InProcessClient(SingleEngineClient):
         self._thread: threading.Thread | None = None
 
     async def start(self, *, yielding: bool = False) -> Hello:
-        """Opens the engine in its thread; raises what that raises. Starting twice changes nothing, and starting after
-        `close` opens it again. `yielding` has no effect here: priorities are those of processes."""
+        """Opens the engine in its thread; its errors are raised here. Starting twice changes nothing, and starting
+        after `close` opens it again. `yielding` is ignored: it is for processes."""
         if self._thread is None:
             self._loop = asyncio.get_running_loop()
             self._opened: asyncio.Future[Hello] = self._loop.create_future()
@@ -68,7 +68,7 @@ class InProcessClient(SingleEngineClient):
             ending = f"the engine stopped: {type(error).__name__}: {error}"
         try:
             self._engine.close()
-        except Exception:  # what has stopped the engine may keep it from giving its memory back
+        except Exception:  # the same fault may keep the engine from freeing its memory
             log.exception("the engine could not be closed")
         self._post(self._end, ending)
 

@@ -52,11 +52,9 @@ class InProcessEngine:
         return hello_of(self.engine, self._model)
 
     def send(self, message: Message) -> None:
-        """Leaves a message for the next step."""
         self._inbox.put(message)
 
     def step(self) -> dict[int, list[Event]]:
-        """Applies the messages that have arrived, runs one step and returns the events of each request."""
         return by_request(advance(self.engine, self._inbox.take(wait=False)))
 
     def run(self, deliver: Callable[[list[Event], Stats], None]) -> None:
@@ -68,12 +66,10 @@ class InProcessEngine:
 
 
 def hello_of(engine: Engine, model: str, address: str = "") -> Hello:
-    """Returns what an engine of this process says about itself when it starts, or when a client joins."""
     return Hello(__version__, os.getpid(), model, address=address, **engine.hello())
 
 
 def by_request(events: Iterable[Event]) -> dict[int, list[Event]]:
-    """Returns the events of each request, by its id."""
     shares: dict[int, list[Event]] = {}
     for event in events:
         if event.seq in shares:

@@ -21,7 +21,6 @@ class KvMemory:
         return "" if self._file is None else f"/proc/{os.getpid()}/fd/{self._file}"
 
     def close(self) -> None:
-        """Gives the memory back, with what engines have left there."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

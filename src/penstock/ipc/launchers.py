@@ -30,6 +30,7 @@ STOPPED_SECONDS = 0.5  # between two looks whether the fork parent is
 UNSEEN = -1024  # stands for the exit code of an engine whose fork parent has died before it
 PARENT_DIED = 255  # what multiprocessing says then
 HOST = (sys.executable, "-m", "penstock.ipc.host")
+FORK_PAUSES = (0.0, 0.0, 0.2)  # seconds before each try: a fork parent that was killed may take a moment to end
 WARM_UP_AFTER = 1.0  # seconds after the first engine was launched: it has its own imports behind it
 PRELOADED = ["penstock.ipc.fork_parent", "penstock.engine.fork_imports", "penstock.ipc.host"]
 
@@ -76,7 +77,6 @@ class ForkLauncher:
     """Starts each engine as a fork of a process that has imported what engines need: that saves most of a start."""
 
     def warm_up(self) -> None:
-        """Starts that process, if there is none, so that the next engine does not wait for its imports."""
         from multiprocessing.forkserver import ensure_running
 
         _forkserver()
@@ -84,14 +84,14 @@ class ForkLauncher:
 
     async def launch(self, address: str, config: Config) -> ForkedChild:
         given = address, msgspec.json.encode(config)
-        try:
-            process = await _forked(given)
-        except (OSError, EOFError):  # the fork parent has just died: this starts another
+        failure: Exception | None = None
+        for pause in FORK_PAUSES:
+            await asyncio.sleep(pause)
             try:
-                process = await _forked(given)
-            except EOFError as error:
-                raise OSError("the process that forks engines ends again and again") from error
-        return ForkedChild(process, self.warm_up)
+                return ForkedChild(await _forked(given), self.warm_up)
+            except (OSError, EOFError) as error:  # the fork parent has just died: this starts another
+                failure = error
+        raise OSError("the process that forks engines ends again and again") from failure
 
 
 FORKING = ForkLauncher()
@@ -143,7 +143,6 @@ class ForkedChild:
                 os.kill(self.pid, signal.SIGKILL)
 
     async def _exit_code(self) -> int:
-        """Returns the exit code once the fork parent has told it, or UNSEEN if that dies before."""
         await _until_readable(self._process.sentinel)
         code = self._process.exitcode
         if code is not None and code != PARENT_DIED:
@@ -153,7 +152,7 @@ class ForkedChild:
             await asyncio.to_thread(self._replace_parent)
         except OSError as error:  # the next launch tries it again
             log.warning("the process that forks engines could not be replaced: %s", error)
-        if self._handle is None:  # this system has no handles: only this makes sure that the engine has ended
+        if self._handle is None:  # without pidfds only a kill makes sure that the engine has ended
             self.kill()
         return UNSEEN
 
@@ -183,7 +182,7 @@ def _fork_parent() -> int:
 
 
 def _status(pid: int) -> tuple[str, int]:
-    """Returns the state of a process and the id of its parent; nothing where the system has no such files."""
+    """Returns the state of a process and the id of its parent; an empty state on systems without such files."""
     try:
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except (OSError, ValueError):
@@ -217,7 +216,6 @@ def preloaded() -> list[str]:
 
 @cache
 def _forkserver() -> ForkServerContext:
-    """Returns the one context that forks engines, with what they import named."""
     import multiprocessing
 
     context = multiprocessing.get_context("forkserver")

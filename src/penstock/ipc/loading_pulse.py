@@ -1,5 +1,5 @@
-"""Shows that an engine process gets on while it loads its model: how long that takes depends on the model, the disk and
-the machine, so time alone says nothing."""
+"""Shows that an engine process makes progress while it loads its model. The time for that depends on model, disk and
+machine."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class LoadingPulse:
 
 
 def _work() -> float:
-    """Returns a number that grows with what other threads of this process and its children have done: seconds of
-    processor time, and one for each read from a disk."""
+    """Returns a number that grows with the work of other threads of this process and its children: seconds of processor
+    time, plus one for each read from a disk."""
     spent = time.process_time() - time.thread_time()
     try:
         import resource

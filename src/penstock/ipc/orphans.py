@@ -11,7 +11,6 @@ STDIN = 0
 
 
 def fork_parent() -> int:
-    """Returns the file that ends with the process which wanted this fork."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     return int(parent.sentinel)

@@ -1,4 +1,4 @@
-"""Says where a client of several engines has sent a request and why, and what is known of each engine."""
+"""Describes the placement of requests on several engines, and the state of each engine."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class RequestPlacement(NamedTuple):
 
     replica: str  # the engine's name
     why: str  # the decision in words
-    costs: Mapping[str, float] = {}  # parts of what it costs there, in milliseconds
+    costs: Mapping[str, float] = {}  # the parts of its cost, in milliseconds
     cached: int = 0  # tokens of the prompt that the engine is believed to hold
-    resumed: bool = False  # it goes on with what another engine was sent before
+    resumed: bool = False  # another engine had the request before
     source: str = ""  # the engine whose blocks it reads; empty: none
     computing: str = ""  # the engine that computes the prompt for it; empty: it does that itself
     waited: float = 0.0  # seconds, until an engine had room
@@ -28,16 +28,16 @@ class ScaleStatus(NamedTuple):
     """Says how many engines a fleet is to have, and why."""
 
     wanted: int
-    least: int  # it has as many at all times
-    most: int  # and never more; the same as `least`: their number is changed by hand only
-    reason: str = ""  # why so many are wanted, if that follows from the load
+    least: int  # lower bound
+    most: int  # upper bound; equal to `least`: no autoscaling
+    reason: str = ""  # reason, if the number follows from the load
 
 
 class FleetFigures(NamedTuple):
     """Describes several engines as one, as the client of all sees them."""
 
     waiting: int = 0  # requests that wait until an engine has room
-    waited_seconds: float = 0.0  # by all that have waited
+    waited_seconds: float = 0.0  # total wait of all requests
     scale: ScaleStatus | None = None  # None: not known
     decisions: Mapping[str, Mapping[str, int]] = {}  # how often a fleet has decided what: pulls, splits, turns
 
@@ -51,10 +51,10 @@ class ReplicaFigures(NamedTuple):
     queued_tokens: int  # uncached prompt tokens that it owes: as it said, and of requests sent since
     kv_tokens: int  # tokens of the KV cache that its requests need, counted in the same way
     routed: int = 0  # requests that it was sent
-    resumed: int = 0  # of those, the ones that another engine was sent before
+    resumed: int = 0  # routed requests that another engine had before
     promised: int = 0  # tokens that it was believed to hold of their prompts, once it has answered
     told: int = 0  # tokens that it has reused of the same prompts
     restarts: int = 0  # engine processes after its first
     lost: int = 0  # connections that ended without a farewell
-    deaths: Mapping[str, int] = {}  # by how the process died: crashed or killed
+    deaths: Mapping[str, int] = {}  # deaths by kind: crashed or killed
     refused: Mapping[str, int] = {}  # attempts to join it that failed, by reason

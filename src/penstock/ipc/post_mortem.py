@@ -1,5 +1,5 @@
-"""Writes a bundle about an engine that has died: what it ran on, what it was doing and what it was asked, so that the
-death can be understood and replayed. Tokens are in it only if that is allowed."""
+"""Writes a bundle about a dead engine: its machine, its last work and its requests, so that the death can be understood
+and replayed. Tokens are included only if that is allowed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class BundledRequest(msgspec.Struct):
 
 
 class PostMortem(msgspec.Struct):
-    """Is what a bundle holds."""
+    """The contents of a bundle."""
 
     version: str
     python: str
@@ -60,14 +60,13 @@ class PostMortem(msgspec.Struct):
 
 
 def post_mortem_home() -> Path:
-    """Returns the folder of all bundles."""
     return home() / "post-mortem"
 
 
 def describe(
     config: Config, hello: Hello, reason: str, stack: str, flight: FlightRecord, requests: Sequence[Request]
 ) -> PostMortem:
-    """Returns what a bundle holds about an engine that died while it had these requests."""
+    """Returns a bundle about an engine that died with these requests."""
     tokens, vocab = config.post_mortem == TOKENS, hello.limits.vocab
     kept = requests if tokens else [without_text(request, vocab) for request in requests]
     return PostMortem(
@@ -87,7 +86,6 @@ def describe(
 
 
 def _versions() -> dict[str, str]:
-    """Returns the versions of what engines on this machine compute with."""
     found = {}
     for name in ("numpy", "msgspec", "pyzmq", "torch", "triton"):
         with suppress(PackageNotFoundError):
@@ -123,8 +121,7 @@ def write(bundle: PostMortem) -> Path:
 def write_about(
     config: Config, hello: Hello, reason: str, stack: str, flight: FlightRecord, requests: Sequence[Request]
 ) -> None:
-    """Writes a bundle about an engine that died while it had these requests. A death is no reason for another failure:
-    what goes wrong is logged."""
+    """Writes a bundle about an engine that died with these requests. Errors are only logged."""
     try:
         path = write(describe(config, hello, reason, stack, flight, requests))
         log.error("what is known of the engine's death is in %s; `penstock replay` runs it again", path)
@@ -133,7 +130,7 @@ def write_about(
 
 
 def read(path: Path) -> PostMortem:
-    """Returns what a bundle holds; raises OSError or msgspec.ValidationError if it is none."""
+    """Returns the bundle in a file; raises OSError or msgspec.ValidationError for other files."""
     return msgspec.json.decode(path.read_bytes(), type=PostMortem)
 
 

@@ -43,9 +43,9 @@ from penstock.types.messages import Close, Message
 log = logging.getLogger(__name__)
 
 STEPS_AT_ONCE = 8  # at most, that are read in one turn of the event loop: then what they brought is sent
-DELIVERY_SECONDS = 1.0  # that a message may still take after its sender has exited
-STACK_SECONDS = 0.1  # that a hung engine has to write its stacks
-LEFT_SECONDS = 1.0  # for the rest of an engine's process group to end
+DELIVERY_SECONDS = 1.0  # delay of a message after its sender's exit
+STACK_SECONDS = 0.1  # limit for a hung engine to write its stacks
+LEFT_SECONDS = 1.0  # limit for an engine's process group to end
 LEFT_TICK = 0.01  # seconds between two looks whether it has
 KILLED = -9  # the exit code after SIGKILL; Windows does not tell who ended a process
 MOST_STACK = 2**16  # characters that are read of them
@@ -105,8 +105,8 @@ class EngineProcess:
 
     @classmethod
     async def launch(cls, launcher: Launcher, config: Config, times: tuple[int, ...] = ()) -> EngineProcess:
-        """Starts a process and waits for its hello. An error that keeps the engine from starting is raised here, with
-        the type it had there. `times` are those of the flight record of the engine before."""
+        """Starts a process and waits for its hello. Raises the engine's own error if it cannot start. `times` come from
+        the last engine's flight record."""
         engine = await cls.spawn(launcher, config)
         await engine.open(times)
         return engine
@@ -125,7 +125,7 @@ class EngineProcess:
             return cls(process, link)
 
     async def open(self, times: tuple[int, ...], most: float = inf) -> None:
-        """Waits for the hello of a process that was spawned, for at most so many seconds in which it could run. If that
+        """Waits for the hello of a process that was spawned, for at most `most` seconds in which it could run. If that
         fails, the process has ended."""
         write_times(self._link.flight, times)
         try:
@@ -135,7 +135,6 @@ class EngineProcess:
             raise
 
     def take_over(self) -> None:
-        """Has a standby become the engine."""
         self._socket.send(wire.TAKE_OVER)
 
     def send(self, message: Message) -> None:
@@ -168,7 +167,6 @@ class EngineProcess:
         return bool(self._hang) and self.last_flight().compiling
 
     def last_flight(self) -> FlightRecord:
-        """Returns what the engine was doing when its process ended."""
         return read_record(self._link.flight)
 
     async def last_suspects(self) -> tuple[tuple[str, int], ...]:
@@ -182,11 +180,9 @@ class EngineProcess:
         return tuple((self._clients[number], id) for number, id in numbered if number in self._clients)
 
     def last_requests(self) -> list[Request]:
-        """Returns the requests that a shared host had when its process ended, as they were sent to it."""
         return [] if self._link.requests is None else read_requests(self._link.requests, self.hello.limits.vocab)
 
     def last_stack(self) -> str:
-        """Returns the stacks of its threads when a signal ended it or it hung, or that of the error that ended it."""
         try:
             with engine_file(self._link.address, STACK).open(errors="replace") as file:
                 return file.read(MOST_STACK)
@@ -247,7 +243,6 @@ class EngineProcess:
             self._process.kill()
 
     def _note_client(self, answer: wire.Answer) -> bool:
-        """Notes the name of a client, if the message has one."""
         if isinstance(answer, wire.ClientJoined):
             self._clients[answer.number] = answer.client
             return True
@@ -284,7 +279,7 @@ async def _until_ended(process: EngineChild) -> None:
     of a group may hold memory that the next engine needs."""
     await process.wait()
     until = time.monotonic() + LEFT_SECONDS
-    with suppress(AttributeError, ProcessLookupError, PermissionError):  # there are no groups, or nothing is left
+    with suppress(AttributeError, ProcessLookupError, PermissionError):  # no process groups, or nothing is left
         while process.pid not in (0, os.getpgrp()) and time.monotonic() < until:  # 0 is this process's own group
             os.killpg(process.pid, signal.SIGKILL)
             await asyncio.sleep(LEFT_TICK)

@@ -1,6 +1,6 @@
 """Gets offers of KV blocks from one engine for another: blocks that it holds, or computes first.
 
-Whatever goes wrong, the reader computes the blocks itself. For the thread of one event loop only.
+After any failure, the reader computes the blocks itself. For the thread of one event loop only.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from penstock.ipc.dispatch import Pull, RequestEngine
 from penstock.types import BlockOffer, Offered, Request
 from penstock.types.messages import Abort, Offer, Prefill
 
-OFFER_SECONDS = 2.0  # for an offer: the engine may be within a step
-PREFILL_SECONDS = 60.0  # for a prompt that another engine computes
+OFFER_SECONDS = 2.0  # limit for an offer: the engine may be within a step
+PREFILL_SECONDS = 60.0  # limit for a prompt that another engine computes
 
 
 class PullOffers:
@@ -40,7 +40,6 @@ class PullOffers:
         return offer
 
     async def warm(self, reader: RequestEngine, request: Request, pull: Pull) -> None:
-        """Makes an engine read the blocks of a prompt in the background."""
         offer = await self.offered(pull, request)
         if offer is not None:
             self.counts["warmed"] += 1

@@ -71,7 +71,7 @@ class RequestClient(ABC):
         return 0
 
     def note_refused(self, request: Request) -> None:
-        """Does nothing: a single engine has no use for it."""
+        """Does nothing: only a fleet grows with its load."""
         return
 
     def abort(self, id: int) -> None:
@@ -93,14 +93,12 @@ class RequestClient(ABC):
         return answer
 
     def _remember(self, message: Control[Any], answer: Event) -> None:
-        """Keeps a change for engines that are started later."""
         self._settings.note(message, answer)
 
     def next_id(self) -> int:
         return self._streams.next_id()
 
     def refuse(self, reason: str) -> None:
-        """Ends all requests in flight and refuses new ones for this reason."""
         self.hello, self.state, self.unavailable_reason = None, EngineState.FAILED, reason
         self._streams.fail("engine_died", reason)
 

@@ -1,5 +1,5 @@
-"""Keeps what was delivered of a request's answer, and makes of it the request for the rest: another engine goes on with
-that as if there had been no other.
+"""Keeps the delivered part of a request's answer, and makes from it the request for the rest, which another engine can
+answer.
 
 It is pure: it reads no clock and does no I/O.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from penstock.types import Aborted, Event, Finished, Request, Tokens
 
-Waits = tuple[tuple[str, float], ...]  # for what a request waited, and seconds
+Waits = tuple[tuple[str, float], ...]  # reason and seconds
 
 
 class RequestJournal:
@@ -25,21 +25,18 @@ class RequestJournal:
 
     @property
     def request(self) -> Request:
-        """Returns the request as it came."""
         return self._request
 
     @property
     def delivered(self) -> int:
-        """Returns how many tokens of the answer were delivered."""
         return len(self._tokens)
 
     def so_far(self) -> Request:
-        """Returns the request with what was delivered of its answer: an engine that gets it answers the rest."""
+        """Returns the request with the delivered part of its answer: an engine that gets it answers the rest."""
         generated = self._request.generated + tuple(self._tokens)
         return self._request._replace(generated=generated, scored=self._scored, mirostat_mu=self._mu)
 
     def note(self, event: Tokens) -> None:
-        """Takes note of what is delivered."""
         self._tokens += event.tokens
         self._scored += len(event.scores)
         self._mu = event.mirostat_mu
@@ -47,8 +44,8 @@ class RequestJournal:
             self._cached = event.cached
 
     def told(self, event: Event, waits: Waits) -> Event:
-        """Returns an event as it is told to whoever sent the request: what was reused of the prompt is what the first
-        engine reused, and the report at the end also says for what else the request waited."""
+        """Returns an event for the client: the reused prompt tokens are the first engine's, and the final report
+        includes the waits outside of engines."""
         if isinstance(event, Tokens):
             return event._replace(cached=self._cached or 0)
         if isinstance(event, Finished | Aborted) and event.report is not None:

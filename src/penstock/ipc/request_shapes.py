@@ -1,4 +1,4 @@
-"""Makes requests that say nothing about what was asked, and take an engine the same work."""
+"""Makes requests without their text that cost an engine the same work."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from penstock.types import Request, SamplingParams
 
 
 def without_text(request: Request, vocab: int) -> Request:
-    """Returns a request of the same shape whose tokens are made up."""
     return with_made_up(shape_of(request), len(request.prompt), len(request.generated), vocab)
 
 
 def shape_of(request: Request) -> Request:
-    """Returns a request without all that says what was asked: it has no tokens."""
+    """Returns a request without tokens and other contents."""
     params = request.sampling
     sampling = SamplingParams(
         temperature=params.temperature,
@@ -42,6 +41,5 @@ def shape_of(request: Request) -> Request:
 
 
 def with_made_up(shape: Request, prompt: int, generated: int, vocab: int) -> Request:
-    """Returns a request of this shape with so many made-up tokens."""
     made_up = tuple((shape.id * 31 + place * 7) % vocab for place in range(prompt + generated))
     return shape._replace(prompt=made_up[:prompt], generated=made_up[prompt:])

@@ -16,8 +16,8 @@ from penstock.types import Event, Request, Tokens
 if TYPE_CHECKING:
     from penstock.ipc.dispatch import Dispatch, RequestEngine
 
-RESTART = "restart"  # what a report says that a resumed request waited for
-GATEWAY = "gateway"  # and one that had to wait for its turn before it was sent to any engine
+RESTART = "restart"  # wait reason of a resumed request
+GATEWAY = "gateway"  # wait reason of a request in the gateway's queue
 EventReader = Callable[[list[Event]], bool | None]  # takes a step's events; returns True if it wants no more
 ANSWERS = 2  # deliveries after which a request is taken as answered: with the first, the fatal step may be under way
 
@@ -77,7 +77,7 @@ class RequestStream:
         self.promised: int | None = None  # prompt tokens that its engine is believed to hold
         self.held = 0.0  # seconds in the gateway's queue
         self.trust = Trust.NEW
-        self.blame = 0  # for deaths of which it alone can be the reason, see crashes.py
+        self.blame = 0  # weight of its deaths, see crashes.py
         self.aborting = False
 
     @property
@@ -86,12 +86,10 @@ class RequestStream:
 
     @property
     def begun(self) -> bool:
-        """Returns whether this engine has delivered anything of the answer."""
         return self._answers > 0
 
     @property
     def answered(self) -> bool:
-        """Returns whether this engine has delivered enough of the answer to show that the request does not end it."""
         return self.trust is Trust.ANSWERED
 
     @property
@@ -100,7 +98,6 @@ class RequestStream:
 
     @property
     def resumed(self) -> bool:
-        """Returns whether another engine had it before."""
         return self._waited is not None
 
     @property
@@ -111,7 +108,6 @@ class RequestStream:
 
     @property
     def so_far(self) -> Request:
-        """Returns the request with the delivered part of its answer."""
         return self.journal.so_far()
 
     def note(self, event: TrustEvent) -> None:
@@ -122,7 +118,6 @@ class RequestStream:
         self.held = dispatch.waited or self.held
 
     def stop_pull(self) -> bool:
-        """Returns whether the request still waited for blocks, which nobody needs any more."""
         pulling, self.pulling = self.pulling, None
         return pulling is not None and pulling.cancel()
 
@@ -152,7 +147,6 @@ class RequestStream:
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
-        """Raises a reader's error where its request is followed, unless that was left meanwhile."""
         if not self.ended.done():
             unfit = isinstance(error, StopIteration)  # a future refuses it
             self.ended.set_exception(RuntimeError("a reader raised StopIteration") if unfit else error)
@@ -162,7 +156,6 @@ class RequestStream:
             self.ended.set_result(None)
 
     def _count_answer(self) -> None:
-        """Counts the first deliveries of this engine, until they show that the request does it no harm."""
         self._answers += 1
         if self._answers == ANSWERS:
             self.note(TrustEvent.ANSWER)

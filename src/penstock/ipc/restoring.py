@@ -46,7 +46,6 @@ class EngineSettings:
                 self.weights = answer
 
     def missing(self, hello: Hello, weights: WeightState) -> EngineChanges:
-        """Returns the changes that an engine with these adapters still needs to have the given weights."""
         known = {(info.name, info.path, info.scale) for info in hello.adapters}
         missing = [each for each in self.adapters.values() if (each.name, each.path, each.scale) not in known]
         forgotten = [info.name for info in hello.adapters if info.name in self.forgotten]
@@ -54,9 +53,9 @@ class EngineSettings:
 
 
 class EngineChanges(NamedTuple):
-    """Changes that an engine has to be told."""
+    """The changes that an engine still needs."""
 
-    adapters: Sequence[AdapterInfo] = ()  # to register
+    adapters: Sequence[AdapterInfo] = ()  # adapters to register
     forgotten: Sequence[str] = ()  # adapters to unregister
     weights: WeightState = WeightState()
 

@@ -1,8 +1,8 @@
-"""Lets several clients share one engine process.
+"""Shares one engine process among several clients.
 
-The process that started the host keeps its PAIR link; clients join at a ROUTER socket. The number of a client is part
-of the ids that its requests have in the engine, so that events find their way back without a table, and so that the
-flight record of a dead engine says whose requests it was working on.
+The process that started the host keeps its PAIR link; clients join at a ROUTER socket. A client's number is part of its
+requests' ids in the engine, so that events find their way back without a table, and the flight record of a dead engine
+shows the owner of each request.
 """
 
 from __future__ import annotations
@@ -33,18 +33,17 @@ ABANDONED = 60.0  # seconds without anyone to serve after which an engine ends t
 TICK = 1.0  # seconds between two looks at who is silent
 STATS_SECONDS = 0.02  # between two statistics for a client that has no events
 KEEPER_SECONDS = 0.5  # between two reports to whoever keeps this process
-LINGER_MS = 1000  # that the last messages may take
+LINGER_MS = 1000  # limit for the last messages
 
 
 class Sockets(NamedTuple):
-    """Holds the link with whoever keeps this process, and the socket that clients join at."""
+    """The link with the keeper of this process, and the socket that clients join at."""
 
     keeper: zmq.Socket[bytes]
     clients: zmq.Socket[bytes]
 
     @property
     def address(self) -> str:
-        """Returns where clients join, as it was bound."""
         return str(self.clients.getsockopt_string(zmq.LAST_ENDPOINT))
 
 
@@ -77,11 +76,9 @@ class SharedClient:
         self.heard = self.told = time.monotonic()
 
     def engine_id(self, id: int) -> int:
-        """Returns the id that a request or control message of the client has in the engine."""
         return self.number << ID_BITS | (id & ID_MASK)
 
     def take(self, message: Message) -> Message:
-        """Returns a message of the client as the engine is told it."""
         match message:
             case Add(request):
                 id = self.engine_id(request.id)
@@ -98,13 +95,12 @@ class SharedClient:
         return message._replace(id=id)
 
     def own(self, stats: Stats) -> Stats:
-        """Returns statistics as the client is told them: they name its own requests only."""
+        """Returns statistics for the client: they name only its own requests."""
         if not stats.prefilling:
             return stats
         return stats._replace(prefilling=tuple(id & ID_MASK for id in stats.prefilling if id >> ID_BITS == self.number))
 
     def share(self, events: Iterable[Event]) -> list[Event]:
-        """Returns events of the client as it is told them, and forgets requests that have ended."""
         told: list[Event] = []
         for event in events:
             if not isinstance(event, Tokens):
@@ -133,7 +129,7 @@ class SharedHost:
         self._secret = secret.encode()
         self._orphaned = orphaned
         self._requests = requests
-        self._clients: dict[bytes, SharedClient] = {}  # by route
+        self._clients: dict[bytes, SharedClient] = {}  # route -> client
         self._joins = 0
         self._looked = self._served = time.monotonic()
         self._reported = 0.0
@@ -143,7 +139,7 @@ class SharedHost:
         self._tell_keeper(wire.Ready(hello_of(engine, model, self._address)))
         self._tell_keeper(wire.step([], engine.stats()))
 
-    # -- what clients say ----------------------------------------------------------------------------------------
+    # -- messages from clients -----------------------------------------------------------------------------------
 
     def take(self, wait: bool) -> list[Message]:
         """Returns the messages for the engine that have arrived. With `wait` it waits for some, for a tick at most."""
@@ -179,7 +175,6 @@ class SharedHost:
             return [] if client is None else self._drop(client)
 
     def _noted(self, message: Message) -> Message:
-        """Keeps what the engine is asked to compute where it outlives the process."""
         if self._requests is not None and isinstance(message, Add):
             self._requests.add(message.request)
         if self._requests is not None and isinstance(message, Prefill):
@@ -228,7 +223,7 @@ class SharedHost:
         return [client for client in self._clients.values() if client.name == name or client.route == route]
 
     def _drop(self, client: SharedClient) -> list[Message]:
-        """Forgets a client; returns the messages that abort what it had in flight."""
+        """Forgets a client; returns the aborts of its requests."""
         del self._clients[client.route]
         return [Abort(id) for id in client.in_flight]
 
@@ -241,11 +236,11 @@ class SharedHost:
             self._served = now
         return [Close()] if now - self._served > ABANDONED else aborts
 
-    # -- what clients are told -----------------------------------------------------------------------------------
+    # -- messages to clients -------------------------------------------------------------------------------------
 
     def send(self, events: list[Event], stats: Stats, blocks: list[BlockEvent]) -> None:
-        """Sends each client the events of its own requests, and all of them statistics and block events. A client that
-        has no events gets statistics now and then, and always those of an engine that has nothing left to do."""
+        """Sends each client the events of its own requests, and all of them statistics and block events. A client
+        without events gets statistics now and then, and always when the engine becomes idle."""
         shares: dict[int, list[Event]] = {}
         for event in events:
             shares.setdefault(event.seq >> ID_BITS, []).append(event)
@@ -262,7 +257,6 @@ class SharedHost:
             self._tell_keeper(wire.step(shares.get(0, ()), stats))
 
     def say_farewell(self) -> None:
-        """Tells all clients that the engine ends because it was asked to."""
         for client in self._clients.values():
             self._tell(client, shared_wire.Farewell("it was asked to end"))
 
@@ -273,7 +267,7 @@ class SharedHost:
         self._socket.send_multipart((route, shared_wire.encode_link_answer(wire.Refused(code, reason))))
 
     def _tell_keeper(self, answer: wire.Answer) -> None:
-        """Tells whoever keeps this process, if it listens: nothing waits for it."""
+        """Sends a message to the keeper of this process, if it reads."""
         with suppress(zmq.Again):
             self._keeper.send(wire.encode_answer(answer), zmq.NOBLOCK)
 

@@ -1,7 +1,7 @@
-"""Defines what a shared engine host and its clients say to each other besides the messages of wire.py.
+"""Defines the messages between a shared engine host and its clients that wire.py does not have.
 
-A client's message has one frame if it is for the engine (wire.py), and two if it is about the connection: the first
-one is empty then. A client begins with Join. The answer is Joined and a snapshot of the prefix cache, or Refused.
+A client's message has one frame if it is for the engine (wire.py), and two if it is about the connection: the first one
+is empty then. A client begins with Join. The answer is Joined and a snapshot of the prefix cache, or Refused.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import msgspec
 from penstock.ipc.wire import Refused, Step
 from penstock.types import BlockSnapshot, Hello
 
-PROTOCOL = 1  # of this version
-OLDEST = 1  # that this version still speaks: the one before its own, once there is one
+PROTOCOL = 1  # newest version
+OLDEST = 1  # oldest version still understood
 
 NOT_JOINED, WRONG_SECRET, WRONG_PROTOCOL, MALFORMED = "not_joined", "wrong_secret", "wrong_protocol", "malformed"
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Asks to be served. A client that joins again under its name loses what it had in flight."""
+    """Asks to be served. A client that joins again under its name loses its requests in flight."""
 
     secret: str
     client: str  # its name, which no other client has
@@ -35,14 +35,14 @@ class AskSnapshot(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Leave(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Tells that a client goes; what it has in flight is aborted."""
+    """Announces that a client leaves; its requests are aborted."""
 
 
 class Joined(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Welcomes a client. Its requests have the ids `number << ID_BITS | id` in the engine."""
 
     hello: Hello
-    protocol: int  # that both speak from now on
+    protocol: int  # the version in use
     number: int
 
 
@@ -70,7 +70,6 @@ _answers: msgspec.msgpack.Decoder[LinkAnswer] = msgspec.msgpack.Decoder(LinkAnsw
 
 
 def encode_link(message: LinkMessage) -> tuple[bytes, bytes]:
-    """Returns the frames of a message about the connection."""
     return b"", _encoder.encode(message)
 
 

@@ -16,7 +16,7 @@ from penstock.engine.flight_recorder import LEAST, SLOW
 log = logging.getLogger(__name__)
 
 TICK = 0.1  # seconds between two looks at an engine's pulse
-SLOW_SHARE = 0.25  # of the time that an engine may be silent: after so much, the log says that it is slow
+SLOW_SHARE = 0.25  # share of the allowed silence after which the engine is logged as slow
 SLOWEST_USUAL = 1.0  # seconds of silence without a word in the log
 NANO = 1e-9
 RUNNABLE, WAITS_FOR_DISK, STOPPED = "R", "D", "T"  # states of a thread
@@ -24,7 +24,7 @@ STATE, FAULTS = 0, 9  # places of the state and the major page faults in a threa
 
 
 class ThreadTimes(NamedTuple):
-    """Holds what the system has counted of a thread."""
+    """The system's counts of a thread."""
 
     state: str
     ran: float  # seconds on a processor
@@ -64,7 +64,7 @@ class Silence:
         self, pid: int, read: Callable[[int], Threads] = read_threads, work: Callable[[], float] = own_work
     ) -> None:
         self.seconds = 0.0  # since the last beat
-        self.stopped = False  # by a signal
+        self.stopped = False  # SIGSTOP
         self._pid = pid
         self._read = read
         self._work = work
@@ -72,7 +72,7 @@ class Silence:
         self._beat, self._told = -1, False
         self._before: float | None = None  # when the pulse was read last
         self._disk = 0.0  # seconds that were forgiven since the last beat, for waits for a disk
-        self._threads: Threads | None = None  # of the engine, when the pulse was read last
+        self._threads: Threads | None = None  # the engine's threads at the last pulse
         self._own = 0.0  # work of this process
 
     @property
@@ -80,8 +80,8 @@ class Silence:
         return self.seconds > self._allowed
 
     def observe(self, beat: int, allowed: float, now: float) -> None:
-        """Takes note of the engine's beat, at this moment of a monotonic clock. The engine may be silent for so many
-        seconds, and if it is stopped no longer than an engine may take for anything."""
+        """Takes the engine's beat, at this moment of a monotonic clock. The engine may be silent for `allowed` seconds,
+        and if it is stopped for at most LEAST."""
         if beat != self._beat and self._told:
             log.info("the engine goes on, after %.1f s", self.seconds)
             self._told = False
@@ -108,7 +108,7 @@ class Silence:
         self.seconds += max(awake - self._forgiven(_changes(before, self._threads), awake), 0.0)
 
     def _forgiven(self, changes: list[ThreadTimes], passed: float) -> float:
-        """Returns in how many seconds the engine could not go on, of those that have passed."""
+        """Returns for how many of the `passed` seconds the engine was unable to run."""
         starved = sum(change.waited for change in changes)
         if any(change.state == RUNNABLE and not change.ran + change.waited for change in changes):
             starved = passed  # the system counts a wait for a processor only when it has ended
@@ -120,7 +120,6 @@ class Silence:
 
 
 def _changes(before: Threads, after: Threads) -> list[ThreadTimes]:
-    """Returns what threads have done between two looks, and their states."""
     zero = ThreadTimes("", 0.0, 0.0, 0)
     pairs = ((before.get(id, zero), times) for id, times in after.items())
     return [

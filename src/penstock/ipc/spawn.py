@@ -44,7 +44,7 @@ class ProcessClient(SingleEngineClient):
         self._pauses = pauses
         self._failures = 0  # engines that died early or did not start, in a row
         self._engine: EngineProcess | None = None
-        self._flight = FlightRecord()  # of the engine that was lost last
+        self._flight = FlightRecord()  # the last lost engine's record
         self._kv = KvMemory()
         self._standby = Standby(launcher)
         self._launched = config  # the last engine was, with this
@@ -106,7 +106,7 @@ class ProcessClient(SingleEngineClient):
             self._streams.deliver(self._engine, step.events())
 
     async def _launch(self, yielding: bool = False) -> None:
-        if self._failures > 1 or self._streams.judge.blamed_twice:  # what is in the KV cache may be why
+        if self._failures > 1 or self._streams.judge.blamed_twice:  # the KV cache may be the cause
             await self._standby.close()
             self._kv.close()
         grammars_wait, kv_file = self._streams.with_grammars, self._kv.open()
@@ -120,7 +120,6 @@ class ProcessClient(SingleEngineClient):
     # -- when it dies --------------------------------------------------------------------------------------------
 
     async def _keep_running(self) -> None:
-        """Runs one engine process after another."""
         while self._engine is not None:
             engine, started = self._engine, time.monotonic()
             ending = await engine.read(self._take)
@@ -133,7 +132,7 @@ class ProcessClient(SingleEngineClient):
             await self._restart(reason)
 
     async def _lose(self, engine: EngineProcess, reason: str) -> None:
-        """Keeps what was in flight for the next engine."""
+        """Keeps the requests in flight for the next engine."""
         self._engine, self.stats, self.state = None, Stats(), EngineState.RESUMING
         self.unavailable_reason = f"{reason}; a new one is being started: send this again"
         self._unrestored, self._settings.weights = self._unrestored or self.weights, WeightState()
@@ -186,7 +185,6 @@ class ProcessClient(SingleEngineClient):
     # -- when the next one has started ---------------------------------------------------------------------------
 
     def _resume(self) -> None:
-        """Brings an engine to the state of the one before, and has it resume the requests."""
         assert self.hello is not None
         if changes := self._settings.missing(self.hello, self._unrestored or WeightState()):
             self._restoring = asyncio.create_task(self._restore(changes))
@@ -194,7 +192,6 @@ class ProcessClient(SingleEngineClient):
             self._restored()
 
     async def _restore(self, changes: EngineChanges) -> None:
-        """Tells an engine what the one before was told."""
         try:
             await changes.tell(self._ask)
             await self.ask(DescribeWeights())
@@ -205,7 +202,7 @@ class ProcessClient(SingleEngineClient):
         self._restored()
 
     def _restored(self) -> None:
-        """Has the engine resume the requests. If there are none, it may sleep as the one before did."""
+        """Resumes the requests. An engine without any may sleep as the one before did."""
         self._unrestored = None
         self.state = EngineState.READY
         if self._settings.asleep and not len(self._streams) and self.hello is not None and self.hello.can_sleep:

@@ -22,7 +22,7 @@ SHARE = 4  # a standby may take one part in so many of the memory that is left
 
 
 class Standby:
-    """Has at most one process ready. Weights and KV cache are mapped from the same files as the engine's."""
+    """Keeps at most one process ready. Weights and KV cache are mapped from the same files as the engine's."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -30,7 +30,7 @@ class Standby:
         self._starting: asyncio.Task[EngineProcess] | None = None
         self._spawning = False  # a process is being started
         self._pause = LONG_PAUSE
-        self._most = TAKE_SECONDS  # that it has to take over
+        self._most = TAKE_SECONDS  # limit for a takeover
 
     def prepare(self, config: Config, pid: int, *, loads_late: bool = False) -> None:
         """Begins to start a process that can take over from the engine process `pid` with this config, if memory
@@ -63,7 +63,6 @@ class Standby:
         return engine
 
     async def close(self) -> None:
-        """Ends the process, if there is one."""
         if (engine := await self._take_started()) is not None:
             await engine.end(grace=0)
 
@@ -86,7 +85,6 @@ class Standby:
 
 
 def _fits(pid: int) -> bool:
-    """Returns whether memory allows another process like this one, as far as that shares none with a file."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:

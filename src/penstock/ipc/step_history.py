@@ -16,7 +16,7 @@ class StepSample(NamedTuple):
 
     at: float  # when it was known here, in seconds since 1970
     step: int  # its number
-    seconds: float  # that it took
+    seconds: float  # duration
     tokens: int  # computed, of prompts and answers
     generated: int  # tokens of answers
     running: int  # requests, afterwards

@@ -33,7 +33,6 @@ class RequestStreams:
         return len(self._streams) + len(self.controls)
 
     def next_id(self) -> int:
-        """Returns an id for a request or a control message."""
         return next(self._ids)
 
     async def run(self, request: Request, read: EventReader) -> None:
@@ -55,7 +54,6 @@ class RequestStreams:
 
     @contextmanager
     def _sent(self, request: Request, read: EventReader) -> Iterator[RequestStream]:
-        """Keeps a request in flight while the block runs."""
         stream = RequestStream(request, read)
         try:
             if (refusal := self.judge.refusal(request)) is not None:
@@ -92,13 +90,11 @@ class RequestStreams:
         self.dispatcher.after_step()
 
     def end(self, events: Iterable[Event]) -> None:
-        """Ends requests with events that come from no engine."""
         for event in events:
             if (stream := self._streams.get(event.seq)) is not None:
                 self._hand_over(stream, [event])
 
     def fail(self, code: str, message: str) -> None:
-        """Ends everything in flight."""
         streams = list(self._streams.values())
         self._streams.clear()  # so that nothing is sent while they end
         for stream in streams:
@@ -118,7 +114,6 @@ class RequestStreams:
             stream.end()
 
     def _forget(self, id: int) -> bool:
-        """Returns whether the request was still in flight."""
         stream = self._streams.pop(id, None)
         if stream is not None:
             self.dispatcher.forget(stream)
@@ -128,12 +123,10 @@ class RequestStreams:
 
     @property
     def requests(self) -> list[Request]:
-        """Returns the requests that engines have, with the delivered part of their answers."""
         return [stream.so_far for stream in self._streams.values() if stream.engine is not None]
 
     @property
     def with_grammars(self) -> bool:
-        """Returns whether a request in flight has a grammar."""
         return any(stream.journal.request.sampling.grammar is not None for stream in self._streams.values())
 
     def lose(self, engine: RequestEngine, reason: str) -> LostRequests:

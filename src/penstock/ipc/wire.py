@@ -34,7 +34,7 @@ class Ready(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ClientJoined(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Tells whoever keeps a shared host which number the ids of a client's requests have."""
+    """Tells the keeper of a shared host a client's number, which is part of its requests' ids."""
 
     number: int
     client: str
@@ -68,7 +68,6 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag=True):
         return chain(self.tokens, self.finished, self.aborted, self.failed, answers)
 
     def block_events(self) -> list[BlockEvent]:
-        """Returns what entered and left the prefix cache, in the order in which it happened."""
         return sorted([*self.stored, *self.removed], key=lambda event: event.number)
 
 
@@ -86,7 +85,6 @@ TAKE_OVER = b"take over"  # is all that a standby reads, before any other messag
 
 
 def encode_message(message: Message) -> bytes:
-    """Returns the name of the message's type and its fields."""
     return _encoder.encode((type(message).__name__, message))
 
 

@@ -50,7 +50,6 @@ def from_anthropic(context: RequestContext, body: anthropic.MessagesConversation
 
 
 def from_ollama_chat(context: RequestContext, body: ollama.OllamaChatBody) -> Body:
-    """Returns the body for /api/chat."""
     messages = _messages(modelfile.read_messages(context, body.messages or []))
     return {"messages": messages} | _tools(read_tools(context, body.tools)) | _ollama_settings(context, body)
 
@@ -96,7 +95,6 @@ def _schema(schema: Any) -> Body:
 
 
 def _tools(use: ToolUse) -> Body:
-    """Returns the fields that say which tools an answer may and must call."""
     if not use.tools:
         return {}
     made: Body = {"tools": use.tools}
@@ -110,7 +108,6 @@ def _tools(use: ToolUse) -> Body:
 
 
 def _messages(rendered: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages that are meant for templates as a chat completion has them."""
     return [_message(message) for message in rendered]
 
 

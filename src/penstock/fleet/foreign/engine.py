@@ -1,4 +1,4 @@
-"""Represents one engine of another kind: what it is, which models it has, and whether it answers."""
+"""Represents one engine of another kind: its models, its health and its settings."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from penstock.fleet.foreign.kinds import PROBES, TRAITS, EngineKind, EngineModel
 
 log = logging.getLogger(__name__)
 
-PROBE_SECONDS = 3.0  # that the answers to all probes of one look may take
+PROBE_SECONDS = 3.0  # limit for all probes of one look
 PROBE_WAITS = 10  # in which that time is waited: a gateway that stood still itself has used up only one of them
 SILENT_LOOKS = 3  # over new connections, after which requests are given up: a busy engine may not accept more of them
 WATCH_SECONDS = 1.0  # between two looks at an engine that answers
 LOST_SECONDS = 0.5  # between two looks at one that does not, at first
 MODELS_SECONDS = 30.0  # after which its models are listed again
-REFUSED_SECONDS = 1.0  # that an engine is spared after a refusal that does not say how long
+REFUSED_SECONDS = 1.0  # pause after a refusal without Retry-After
 MOST_REFUSED_SECONDS = 60.0
 
 
@@ -38,32 +38,32 @@ class EngineHealth(StrEnum):
 
 
 class ModelSettings(NamedTuple):
-    """Says what an --engine option says of one model; what is not said is as for the engine."""
+    """Settings of one model in an --engine option; those of the engine apply where one is missing."""
 
-    name: str = ""  # what it is called here
+    name: str = ""  # its name at this gateway
     aliases: tuple[str, ...] = ()  # further names of it; wildcards are allowed
     weight: float | None = None
     priority: int | None = None
 
 
 class EngineSpec(NamedTuple):
-    """Says what an --engine option says."""
+    """An --engine option."""
 
     url: EngineUrl
-    name: str = ""  # by default host and port
+    name: str = ""  # default: host and port
     model: str = ""  # what the engine's first model is called here
     aliases: tuple[str, ...] = ()  # further names of it; wildcards are allowed
-    weight: float = 1.0  # of its share among engines of the same priority
+    weight: float = 1.0  # its share among engines of the same priority
     priority: int = 0  # lower is tried first
     key: str = ""  # API key that the engine wants
     events: str = ""  # where it publishes KV events, such as tcp://host:5557
     replay: str = ""  # where it sends them again
     kind: EngineKind | None = None  # None: it is found out
-    models: Mapping[str, ModelSettings] = {}  # by the names that the engine lists
+    models: Mapping[str, ModelSettings] = {}  # keys: names as the engine lists them
 
 
 def parse_engine(text: str) -> EngineSpec:
-    """Returns what an option such as http://host:8000,weight=2,priority=1 says; raises ConfigError if it is wrong."""
+    """Parses an option such as http://host:8000,weight=2,priority=1; raises ConfigError if it is wrong."""
     url, *settings = text.split(",")
     spec = EngineSpec(parse_url(url.strip()))
     for setting in settings:
@@ -123,7 +123,6 @@ _MODEL_SETTINGS: dict[str, Callable[[ModelSettings, str], ModelSettings]] = {
 
 
 def as_set(spec: EngineSpec, listed: Sequence[EngineModel]) -> dict[str, EngineModel]:
-    """Returns the models that an engine lists, by the names that they have here, as the option sets them."""
     models = {}
     for at, model in enumerate(listed):
         first = ModelSettings() if at else ModelSettings(spec.model, spec.aliases)
@@ -139,7 +138,6 @@ def as_set(spec: EngineSpec, listed: Sequence[EngineModel]) -> dict[str, EngineM
 
 
 def not_listed(spec: EngineSpec, listed: Sequence[EngineModel]) -> list[str]:
-    """Returns the models that the option names and the engine does not list."""
     return [name for name in spec.models if not any(name in (model.name, model.id) for model in listed)]
 
 
@@ -157,7 +155,7 @@ class ForeignEngine:
         self.models: dict[str, EngineModel] = {}
         self.not_listed: list[str] = []  # models that its option names, and that it has not
         self.in_flight = 0
-        self.outcomes: Counter[str] = Counter()  # of requests: ok, refused, lost, broken
+        self.outcomes: Counter[str] = Counter()  # requests: ok, refused, lost, broken
         self.lives = 0  # times that it became ready
         self._spared_until = 0.0
         self._listed_at = 0.0
@@ -174,21 +172,18 @@ class ForeignEngine:
 
     @property
     def available(self) -> bool:
-        """Returns whether requests may be sent to it now."""
         return self.health is EngineHealth.READY and monotonic() >= self._spared_until
 
     @property
     def spared_seconds(self) -> float:
-        """Returns how long it still wants to be spared."""
         return max(self._spared_until - monotonic(), 0.0)
 
     def spare(self, seconds: float | None) -> None:
-        """Sends it nothing for so many seconds, because it has refused a request."""
+        """Sends it nothing for a while, because it has refused a request."""
         wait = REFUSED_SECONDS if seconds is None else min(seconds, MOST_REFUSED_SECONDS)
         self._spared_until = monotonic() + wait
 
     def lost(self, reason: str) -> None:
-        """Takes note that it does not answer. It is asked again soon."""
         self._change(EngineHealth.DOWN, reason)
         self._suspected.set()
 
@@ -201,7 +196,6 @@ class ForeignEngine:
         self.health, self.reason = health, reason
 
     def state(self) -> dict[str, Any]:
-        """Returns what /health tells of it."""
         told: dict[str, Any] = {
             "name": self.name,
             "kind": str(self.kind),
@@ -218,8 +212,8 @@ class ForeignEngine:
     # -- watching ---------------------------------------------------------------------------------------------------
 
     async def look(self) -> None:
-        """Asks the engine how it is; what it is and which models it has, if that may have changed. If it does not
-        answer in time, the requests that it is silent about are given up."""
+        """Probes the engine, and lists its models if they may have changed. If it does not answer in time, the requests
+        without any bytes are given up."""
         kept, received = self._probes.connected, self.http.received()
         try:
             answer = await _in_time(self._probe())
@@ -248,7 +242,6 @@ class ForeignEngine:
             self.http.give_up_silent(received, reason)
 
     async def watch(self) -> None:
-        """Asks again and again."""
         pause = LOST_SECONDS
         while True:
             self._suspected.clear()
@@ -294,7 +287,6 @@ class ForeignEngine:
         return _json(given)
 
     def close(self) -> None:
-        """Closes idle connections."""
         self.http.close()
         self._probes.close()
 

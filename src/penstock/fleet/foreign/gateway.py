@@ -49,7 +49,7 @@ from penstock.server.models.foreign import ForeignModel
 from penstock.server.telemetry.metrics import Metrics
 
 TICK = 0.5  # seconds between two looks for requests that are not answered
-START_SECONDS = 5.0  # that engines have to answer before the server starts without them
+START_SECONDS = 5.0  # longest wait for engines at the server's start
 EMBEDDINGS = "/v1/embeddings"
 RESPONSES = OPENAI._replace(frame=lambda error: b"event: error\ndata: " + error + b"\n\n")  # the rest is framed
 
@@ -67,7 +67,6 @@ class ForeignGateway:
         self._tasks: list[asyncio.Task[None]] = []
 
     def use_metrics(self, metrics: Metrics) -> None:
-        """Takes the metrics of the server, which count these requests, too."""
         self._relay = Relay(self._placement, metrics)
 
     @property
@@ -100,7 +99,7 @@ class ForeignGateway:
         for engine in self._engines:
             engine.close()
 
-    # -- what is here ------------------------------------------------------------------------------------------------
+    # -- models ------------------------------------------------------------------------------------------------------
 
     def find(self, name: str | None) -> str | None:
         """Returns the model that a name means: by its own name, by an alias of an engine, or by one of all."""
@@ -178,13 +177,11 @@ class ForeignGateway:
         return CLIENT_LEFT if answer is None else answer
 
     async def open_stream(self, job: Job, context: RequestContext, wants_usage: bool = False) -> RelayedStream:
-        """Returns a stream whose first events have come."""
         stream = RelayedStream(self.relay, job, context, wants_usage)
         await stream.open()
         return stream
 
     async def count(self, model: str, body: Body) -> int:
-        """Returns how many tokens a chat has, as an engine says."""
         for engine in self._placement.candidates(model):
             try:
                 if engine.traits.tokenizes:
@@ -257,7 +254,6 @@ async def _with_end(events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes
 
 
 def _as_refused(refused: EngineRefused, context: RequestContext) -> Response:
-    """Returns a refusal in the engine's own words if the request is wrong, and an error of ours otherwise."""
     if refused.status not in (400, 413, 422):
         raise refused.error
     context.notes.outcome.fail(refused.error)
@@ -372,7 +368,6 @@ class _Embeddings(msgspec.Struct):
 async def _vectors(
     gateway: ForeignGateway, model: str, context: RequestContext, asked: Body
 ) -> tuple[list[msgspec.Raw], int]:
-    """Returns the embeddings of a request, and how many tokens it had."""
     job = Job(model, EMBEDDINGS, {**asked, "encoding_format": "float"})
     try:
         found = msgspec.json.decode(await gateway.relay.whole(job, context), type=_Embeddings)

@@ -1,7 +1,7 @@
-"""Guesses what an engine's prefix cache holds where the engine does not tell: from what was sent to it, by the text.
+"""Guesses the contents of an engine's prefix cache from the text of the requests that it was sent.
 
-What an answer says of its cached tokens corrects the guess. A prompt that was expected in the cache and was not there
-shows that everything which was used before it has left, too, and how much the cache holds.
+The cached tokens in an answer's usage correct the guess. If an expected prompt was not cached, everything used before
+it has been evicted too, which shows how much the cache holds.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ import msgspec
 from penstock.fleet.holders import DEVICE, REMOVED, BlockChange
 
 CHUNK = 256  # characters of a block
-CHUNK_TOKENS = 64  # that so many characters are, about
+CHUNK_TOKENS = 64  # tokens in a chunk, roughly
 FIRST_CAPACITY = 4096  # blocks that an engine is believed to hold, until it turns out otherwise
 MOST_CAPACITY = 2**18
-GROWTH = 1.02  # of the capacity, with every guess that was right
+GROWTH = 1.02  # growth of the capacity per right guess
 
 
 def prompt_text(body: Mapping[str, Any]) -> str:
-    """Returns the text of a request that its prompt is made of, in the order in which templates write it."""
     if (prompt := body.get("prompt") or body.get("input")) is not None:
         return prompt if isinstance(prompt, str) else msgspec.json.encode(prompt).decode()
     parts = [msgspec.json.encode(body["tools"]).decode()] if body.get("tools") else []
@@ -38,7 +37,6 @@ def prompt_text(body: Mapping[str, Any]) -> str:
 
 
 def chunk_hashes(text: str) -> list[bytes]:
-    """Returns a chain hash for every full chunk of a text."""
     hashes, parent = [], b""
     for at in range(0, len(text) - CHUNK + 1, CHUNK):
         parent = blake2b(parent + text[at : at + CHUNK].encode("utf-8", "replace"), digest_size=16).digest()
@@ -47,7 +45,7 @@ def chunk_hashes(text: str) -> list[bytes]:
 
 
 class GuessedCache:
-    """Follows what one engine is believed to hold: the blocks that were used last, as many as fit."""
+    """The blocks that one engine is believed to hold: the most recently used ones that fit."""
 
     def __init__(self) -> None:
         self.capacity = float(FIRST_CAPACITY)
@@ -57,12 +55,11 @@ class GuessedCache:
         return len(self._blocks)
 
     def depth(self, hashes: Sequence[Hashable]) -> int:
-        """Returns how many leading blocks of a prompt it is believed to hold."""
         return next((at for at, block in enumerate(hashes) if block not in self._blocks), len(hashes))
 
     def served(self, hashes: Sequence[Hashable], cached: float | None = None) -> list[BlockChange]:
-        """Takes note of a prompt that the engine has computed, and of the share of it that was `cached`, if the answer
-        told. Returns what has changed."""
+        """Adds a prompt that the engine has computed; `cached` is the share that was cached, if the answer has it.
+        Returns the changes."""
         changes = [] if cached is None else self._correct(hashes, int(cached * len(hashes)))
         for block in reversed(hashes):  # the beginning is used last, so that it is evicted last
             if block not in self._blocks:

@@ -22,14 +22,14 @@ MOST_BUFFERED = 2**20  # bytes that wait for a slow client before the engine is 
 TICKS = 8  # in the seconds that an engine may be silent: so precisely are they kept
 TRICKLE = 64  # bytes: an answer that brings fewer during a probe is silent
 MOST_READ = 64 * 2**20  # bytes of an answer that is read whole
-IDLE_CONNECTIONS = 32  # that are kept for the next request
+IDLE_CONNECTIONS = 32  # idle connections kept
 RECEIVED = "received"  # bytes
 
 GiveUp = Callable[[str], None]  # ends an answer for a reason
 
 
 class EngineLost(Exception):
-    """Says that there is no answer, or that it broke off: the engine refused the connection, closed it or is silent."""
+    """Reports that an answer did not come or broke off: the engine refused or closed the connection, or is silent."""
 
 
 class EngineUrl(NamedTuple):
@@ -69,7 +69,7 @@ class _Connection(asyncio.Protocol):
         self.headers: dict[str, str] = {}
         self.complete = self.keep = False
         self.received = 0  # bytes, of all answers
-        self.began = 0  # those of the answers before the present one
+        self.began = 0  # bytes of earlier answers
         self.failure = ""  # why the client gave the present answer up
         self._transport: asyncio.Transport | None = None
         self._chunks: deque[bytes] = deque()
@@ -95,7 +95,7 @@ class _Connection(asyncio.Protocol):
             self.complete = True  # such an answer ends with its connection
         self.wake()
 
-    # -- what the parser calls --------------------------------------------------------------------------------------
+    # -- called by the parser ---------------------------------------------------------------------------------------
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
@@ -120,7 +120,7 @@ class _Connection(asyncio.Protocol):
         self.complete = True
         self.wake()
 
-    # -- what the client calls --------------------------------------------------------------------------------------
+    # -- called by the client ---------------------------------------------------------------------------------------
 
     def send(self, data: bytes) -> None:
         self.status, self.headers, self.complete = 0, {}, False
@@ -132,7 +132,6 @@ class _Connection(asyncio.Protocol):
             self._transport.write(data)
 
     async def head(self) -> None:
-        """Waits for the answer's headers."""
         while not self.status:
             if not self.alive:
                 raise EngineLost(self.failure or "the engine closed the connection before it answered")
@@ -166,7 +165,7 @@ class _Connection(asyncio.Protocol):
             self._reader.set_result(None)
 
     def fail(self, reason: str) -> None:
-        """Gives the present answer up. What has come of it can still be taken."""
+        """Gives up the present answer. Bytes that have arrived can still be taken."""
         self.failure = reason
         self.close()
 
@@ -202,8 +201,8 @@ class EngineAnswer:
         self._release = release
 
     async def chunks(self, silence: float) -> AsyncGenerator[bytes, None]:
-        """Yields the body as it comes. Raises EngineLost if it breaks off, if nothing comes for so many seconds, or if
-        it is given up."""
+        """Yields the body as it comes. Raises EngineLost if it breaks off, if nothing comes for `silence` seconds, or
+        if it is given up."""
         connection, since = self._connection, 0.0
         loop = asyncio.get_running_loop()
         # a timeout for each chunk would cost a third of its relay
@@ -224,7 +223,6 @@ class EngineAnswer:
             self.close()
 
     async def read(self, silence: float) -> bytes:
-        """Returns the whole body."""
         body = bytearray()
         async for chunk in self.chunks(silence):
             body += chunk
@@ -243,7 +241,7 @@ class EngineHttp:
 
     def __init__(self, url: EngineUrl, key: str = "") -> None:
         self.url = url
-        self.traffic = Counter[str]()  # of all connections
+        self.traffic = Counter[str]()  # counts over all connections
         self._idle: list[_Connection] = []
         self._busy: set[_Connection] = set()
         self._tls = ssl.create_default_context() if url.secure else None
@@ -254,7 +252,6 @@ class EngineHttp:
 
     @property
     def connected(self) -> bool:
-        """Returns whether a connection is kept for the next request."""
         return any(connection.alive for connection in self._idle)
 
     async def request(
@@ -266,9 +263,9 @@ class EngineHttp:
         headers: str = "",
         sent: Callable[[GiveUp], None] = lambda _: None,
     ) -> EngineAnswer:
-        """Returns the answer once its headers have come, within so many seconds. `headers` are whole lines. Raises
-        EngineLost if there is none. A connection that the engine closed while it was idle is replaced. Calls `sent`
-        with a function that gives the answer up."""
+        """Returns the answer once its headers have come, within `seconds`. `headers` are whole lines. Calls `sent` with
+        a function that gives the answer up. Raises EngineLost if there is none. A connection that the engine closed
+        while it was idle is replaced."""
         head = f"{method} {self.url.path}{path} HTTP/1.1\r\n{self._lines}{headers}content-length: {len(body)}\r\n\r\n"
         data = head.encode("latin-1") + body
         try:
@@ -311,12 +308,11 @@ class EngineHttp:
             connection.close()
 
     def received(self) -> dict[_Connection, int]:
-        """Returns how many bytes have come on each connection that waits for an answer."""
         return {connection: connection.received for connection in self._busy}
 
     def give_up_silent(self, before: Mapping[_Connection, int], reason: str) -> None:
-        """Gives up the answers that have brought next to nothing since `before`, or since their request: whoever waits
-        for one gets EngineLost."""
+        """Gives up the answers that have brought next to nothing since `before`, or since their request: reading them
+        raises EngineLost."""
         for connection in self._busy:
             if connection.received - max(before.get(connection, 0), connection.began) < TRICKLE:
                 connection.fail(reason)
@@ -335,6 +331,5 @@ class EngineHttp:
         return connection
 
     def close(self) -> None:
-        """Closes idle connections."""
         while self._idle:
             self._idle.pop().close()

@@ -1,4 +1,4 @@
-"""Finds out which engine answers at a URL, and says what each kind can do."""
+"""Finds out which engine answers at a URL, and lists the abilities of each kind."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class EngineKind(StrEnum):
 
 
 class Continuing(StrEnum):
-    """Says how an engine is told to continue the assistant's last message."""
+    """How an engine continues the assistant's last message."""
 
     NEVER = "never"  # it begins a new message
-    FLAGGED = "flagged"  # by continue_final_message
+    FLAGGED = "flagged"  # continue_final_message is set
     IMPLIED = "implied"  # it always does
 
 
@@ -52,11 +52,11 @@ TRAITS = {
 class EngineModel(NamedTuple):
     """Is a model that an engine lists."""
 
-    name: str  # that clients use
-    id: str  # by which the engine knows it
+    name: str  # the name at this gateway
+    id: str  # the engine's own name
     parent: str = ""  # the model that it is an adapter of
     aliases: tuple[str, ...] = ()  # further names that clients use; wildcards are allowed
-    weight: float = 1.0  # of the engine's share among those of the same priority for this model
+    weight: float = 1.0  # its share among engines of the same priority for this model
     priority: int = 0  # engines with the lowest number are tried first
 
 

@@ -51,7 +51,7 @@ class BlockTranslator:
         return len(self._ours)
 
     def changes(self, events: Sequence[Any]) -> list[BlockChange]:
-        """Returns what a batch of events changes. Unknown events are skipped."""
+        """Returns the changes of a batch of events. Unknown events are skipped."""
         changes: list[BlockChange] = []
         for event in events:
             name, fields = _read(event)
@@ -64,7 +64,6 @@ class BlockTranslator:
         return changes
 
     def forget(self) -> list[bytes]:
-        """Forgets all blocks, and returns those that it knew."""
         known = list(self._ours.values())
         self._ours.clear()
         return known
@@ -101,7 +100,6 @@ def _more_than_adapter(keys: Any, adapter: str | None) -> bool:
 
 
 def _read(event: Any) -> tuple[str, dict[str, Any]]:
-    """Returns an event's name and its fields."""
     if isinstance(event, dict):
         return str(event.get("type", "")), event
     if not isinstance(event, list) or not event or event[0] not in FIELDS:
@@ -110,8 +108,8 @@ def _read(event: Any) -> tuple[str, dict[str, Any]]:
 
 
 class KvSubscriber:
-    """Follows one engine's events and hands on what they change. A gap in the numbers is filled by a replay, if the
-    engine offers one; otherwise what it holds is forgotten, and learned again."""
+    """Follows one engine's events and passes the changes on. A replay fills gaps, if the engine offers one; otherwise
+    its blocks are forgotten and learned again."""
 
     def __init__(
         self, endpoint: str, replay: str, apply: Callable[[list[BlockChange]], None], forget: Callable[[], None]
@@ -120,7 +118,7 @@ class KvSubscriber:
         self.batches = self.gaps = self.malformed = 0
         self._endpoint, self._replay = endpoint, replay
         self._apply, self._forget = apply, forget
-        self.next_number: int | None = None  # of the next message
+        self.next_number: int | None = None  # number of the next message
 
     async def run(self) -> None:
         """Receives events until it is cancelled."""

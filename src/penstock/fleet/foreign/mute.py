@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
-FIRST_SECONDS = 30.0  # that any engine may take for the first byte
+FIRST_SECONDS = 30.0  # grace for any first byte
 PROMPT_SECONDS = 0.05  # longest time for each token of a prompt
 ANSWER_SECONDS = 0.5  # longest time for each token of an answer that comes whole
 OVERTAKEN = 3  # later requests with longer prompts, after whose answers one is not in a queue
@@ -20,7 +20,7 @@ class WaitingRequest(Protocol):
     """A request on an engine, without a first byte."""
 
     sent: float
-    tokens: int  # of the prompt
+    tokens: int  # prompt tokens
     whole: float  # tokens of an answer that comes whole, infinite if it has no limit; 0: it is streamed
     overtaken: int  # answers to later requests that have begun
 

@@ -47,7 +47,7 @@ class Placed:
 
     engine: ForeignEngine
     why: str
-    tokens: int  # of the prompt, as far as is known
+    tokens: int  # prompt tokens, perhaps estimated
     hashes: Sequence[Hashable]
     uncached: int
     answering: bool = False
@@ -81,7 +81,7 @@ class _Group:
     def __init__(self, seed: int) -> None:
         self.guess_index = BlockIndex()
         self.caches: dict[int, tuple[GuessedCache, _Holdings]] = {}
-        self.turns: dict[int, float] = {}  # of engines that take turns in proportion to their weights
+        self.turns: dict[int, float] = {}  # credit of each engine, in proportion to its weight
         self._seed = seed
         self._routers: dict[bool, tuple[Router, Ledger]] = {}
         self._received: dict[tuple[bool, int], int] = {}
@@ -112,7 +112,7 @@ class _Group:
         return route
 
     def take_turn(self, weights: Mapping[int, float]) -> int:
-        """Returns the engine whose turn it is: each comes as often as its weight says, evenly spread."""
+        """Returns the engine whose turn it is: turns are spread evenly, in proportion to the weights."""
         total = sum(weights.values())
         for number, weight in weights.items():
             self.turns[number] = self.turns.get(number, 0.0) + weight
@@ -126,7 +126,7 @@ class EnginePlacement:
     """Knows all engines, what they hold and what they owe."""
 
     engines: Sequence[ForeignEngine]
-    index: BlockIndex = field(default_factory=lambda: BlockIndex(chain_hash_table()))  # of engines that tell it
+    index: BlockIndex = field(default_factory=lambda: BlockIndex(chain_hash_table()))  # from KV events
     subscribers: dict[int, KvSubscriber] = field(default_factory=dict)
     _groups: dict[str, _Group] = field(default_factory=dict)
     _placed: dict[int, set[Placed]] = field(default_factory=dict)
@@ -145,13 +145,11 @@ class EnginePlacement:
                 )
 
     def candidates(self, model: str, without: Collection[ForeignEngine] = ()) -> list[ForeignEngine]:
-        """Returns the engines of the lowest priority number that have a model and are available."""
         having = [each for each in self.engines if model in each.models and each.available and each not in without]
         first = min((each.models[model].priority for each in having), default=0)
         return [each for each in having if each.models[model].priority == first]
 
     async def place(self, job: Job, candidates: Sequence[ForeignEngine]) -> Placed:
-        """Chooses one of the candidates, of which there is at least one, and enters the request there."""
         if len(candidates) == 1:
             prompt, exact = _by_text(job), False
             placed = Placed(candidates[0], f"{candidates[0].name}: no other engine", prompt.tokens, prompt.hashes, 0)
@@ -204,8 +202,8 @@ class EnginePlacement:
                     engine.spare(MOST_REFUSED_SECONDS)
 
     def release(self, job: Job, placed: Placed, cached: float | None = None, computed: bool = True) -> None:
-        """Takes a request off its engine. `cached` is the share of its prompt that was reused, if the answer told;
-        `computed`: the engine has computed the prompt."""
+        """Takes a request off its engine. `cached` is the reused share of its prompt, if known; `computed`: the engine
+        has computed the prompt."""
         if placed not in self._placed.get(placed.engine.number, ()):
             return
         self._placed[placed.engine.number].discard(placed)
@@ -218,7 +216,6 @@ class EnginePlacement:
         return self._groups.setdefault(model, _Group(len(self._groups)))
 
     def _forget_restarted(self, group: _Group, candidates: Sequence[ForeignEngine]) -> None:
-        """Forgets what engines were believed to hold that have started again since."""
         for engine in candidates:
             if self._lives.setdefault(engine.number, engine.lives) != engine.lives:
                 self._lives[engine.number] = engine.lives
@@ -227,7 +224,7 @@ class EnginePlacement:
                     holdings.apply(cache.clear())
 
     def _load(self, engine: ForeignEngine, weight: float) -> Load:
-        """Returns what an engine owes, for an engine of weight 1: one of twice the weight seems to owe half."""
+        """Returns an engine's load divided by its weight."""
         placed = self._placed.get(engine.number, ())
         waiting = sum(each.uncached for each in placed if not each.answering)
         rows = sum(each.answering for each in placed)
@@ -235,8 +232,8 @@ class EnginePlacement:
         return Load(int(waiting / weight), int(waiting / weight), round(rows / weight), int(tokens / weight))
 
     async def _prompt(self, job: Job, candidates: Sequence[ForeignEngine]) -> tuple[RoutedPrompt, bool]:
-        """Returns what is routed, and whether it is by tokens: if all candidates tell what they hold, and one of them
-        tells the tokens of the prompt."""
+        """Returns the prompt to route, and whether it is given in tokens: all candidates publish KV events, and one of
+        them tokenizes."""
         sizes = {self._block_size(each) for each in candidates}
         speaker = next((each for each in candidates if each.traits.tokenizes), None)
         if speaker is None or len(sizes) != 1 or 0 in sizes:
@@ -254,8 +251,8 @@ class EnginePlacement:
 
 
 def _least_busy(candidates: Sequence[ForeignEngine], model: str) -> list[ForeignEngine]:
-    """Returns the engines that have not many more requests than the least busy one, for their weights. How many one
-    can compute at a time is not known, so what it holds of a prompt must not outweigh that others are idle."""
+    """Returns the engines that do not have many more requests than the least busy one, by weight. Their concurrency is
+    unknown, so a cached prompt must not outweigh idle engines."""
     requests = [each.in_flight / each.models[model].weight for each in candidates]
     most = max(min(requests) + MOST_AHEAD, min(requests) * MOST_SHARE)
     return [each for each, count in zip(candidates, requests, strict=True) if count < most]
@@ -276,7 +273,7 @@ def _by_text(job: Job) -> RoutedPrompt:
 
 
 async def _tokenized(engine: ForeignEngine, job: Job) -> list[int]:
-    """Returns the tokens of a prompt, as an engine says."""
+    """Returns the tokens of a prompt, from an engine."""
     fields: tuple[str, ...] = (
         "messages",
         "tools",

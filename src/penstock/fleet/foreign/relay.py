@@ -41,12 +41,12 @@ log = logging.getLogger(__name__)
 SILENCE_SECONDS = 600.0  # after which an engine that says nothing is given up
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 REFUSED = "refused"
-Renaming = tuple[bytes, bytes]  # what is replaced in an answer, and by what
+Renaming = tuple[bytes, bytes]  # model name in answers: the engine's, ours
 ELSEWHERE = {404, 408, 409, 425, 429, 500, 502, 503, 504, 529}  # another engine may answer what this one refuses
 
 
 class EngineRefused(Exception):
-    """Carries an engine's refusal: the error for other dialects, and what the engine itself says."""
+    """Carries an engine's refusal: the error for other dialects, and the engine's own body."""
 
     def __init__(self, error: PenstockError, status: int, body: bytes) -> None:
         super().__init__(error.message)
@@ -68,19 +68,17 @@ class RelayAccount:
     def __init__(self, metrics: Metrics, context: RequestContext, job: Job) -> None:
         self.reason = "abort"
         self.use: TokenUse | None = None
-        self.events = 0  # about as many as tokens, where the engine tells no usage
+        self.events = 0  # events: an estimate of tokens without usage
         self._metrics, self._context, self._job = metrics, context, job
         self._began = perf_counter()
         self._first = 0.0
 
     def begin(self) -> None:
-        """Takes note of the first bytes."""
         self._first = perf_counter()
         self._metrics.distributions.first_token.observe(self._first - self._began)
 
     def end(self, estimate: int) -> None:
-        """Charges the request. `estimate` stands for the tokens of its prompt if the engine has not told them. One that
-        was refused is no answer."""
+        """Charges the request. `estimate` replaces unknown prompt tokens. A refused request is free."""
         if self.reason == REFUSED:
             return
         prompt, generated, cached = self.use or TokenUse(estimate if self._first else 0, self.events)
@@ -161,13 +159,12 @@ class Relay:
         raise refusal or self._unavailable(job)
 
     def lose(self, job: Job, placed: Placed, error: EngineLost) -> None:
-        """Takes note that an engine failed a request."""
         placed.engine.outcomes["lost"] += 1
         placed.engine.lost(str(error))
         self.placement.release(job, placed, computed=False)
 
     async def count(self, job: Job, text: str) -> int:
-        """Returns how many tokens a text has, as an engine with the job's model says; 0 if none does. An event may have
+        """Returns the tokens of a text, from an engine with the job's model; 0 if none counts them. An event may have
         several."""
         for engine in self.placement.candidates(job.model):
             body: dict[str, Any] = {"content": text}  # llama.cpp's name of it
@@ -180,7 +177,6 @@ class Relay:
         return 0
 
     def settle(self, job: Job, attempt: _Attempt | None, account: RelayAccount) -> None:
-        """Takes a request that has ended off its engine, and charges it."""
         estimate = 0
         if attempt is not None:
             placed, use = attempt.placed, account.use
@@ -197,7 +193,6 @@ class Relay:
         return self.placement.candidates(job.model, tried | unable)
 
     def _unavailable(self, job: Job) -> PenstockError:
-        """Returns why no engine can be asked."""
         if job.said is not None:
             return EngineUnavailable("no other engine can continue the answer")
         having = [each for each in self.placement.engines if job.model in each.models]
@@ -248,7 +243,6 @@ class RelayedStream:
 
     @property
     def use(self) -> TokenUse | None:
-        """Returns the usage, once the stream has ended."""
         return self._account.use
 
     async def open(self) -> None:
@@ -263,7 +257,7 @@ class RelayedStream:
         self._context.on_end(self._abandon)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yields whole events as bytes, without the one that says that all is done. The stream must be open."""
+        """Yields whole events as bytes, without the final [DONE]. The stream must be open."""
         self._reading_begun = True
         reason = "abort"
         try:
@@ -278,7 +272,6 @@ class RelayedStream:
             self._settle(reason)
 
     def _abandon(self) -> None:
-        """Ends a stream of which nothing was read."""
         if not self._reading_begun:
             self._settle("abort")
 
@@ -335,7 +328,7 @@ class RelayedStream:
                 self._relay.lose(self._job, attempt.placed, error)
 
     async def _resume(self, error: EngineLost) -> bytes:
-        """Has another engine continue what was said so far; raises EngineUnavailable if that cannot be done."""
+        """Continues a broken answer on another engine; raises EngineUnavailable if that is impossible."""
         assert self._attempt is not None
         relay, reading, broken = self._relay, self._reading, self._attempt.placed.engine.name
         relay.lose(self._job, self._attempt.placed, error)
@@ -365,11 +358,10 @@ class RelayedStream:
         return use and TokenUse(max(use.prompt - said, 0), use.generated + said, use.cached)
 
 
-# -- what is sent --------------------------------------------------------------------------------------------------
+# -- requests ------------------------------------------------------------------------------------------------------
 
 
 def body_for(engine: ForeignEngine, job: Job) -> dict[str, Any]:
-    """Returns the body of a request as one engine takes it."""
     body = {**(_accepted(engine.kind, job.body) if job.translated else job.body), "model": engine.models[job.model].id}
     if body.get("stream") and job.path in (CHAT, COMPLETIONS):
         options = body.get("stream_options")
@@ -378,7 +370,6 @@ def body_for(engine: ForeignEngine, job: Job) -> dict[str, Any]:
 
 
 def _accepted(kind: EngineKind, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a translated body that a kind of engine knows, by the names that it has for them."""
     unknown = {"top_k", "min_p", "repetition_penalty"} if kind is EngineKind.OPENAI else set()
     unknown |= set() if TRAITS[kind].template_fields else {"chat_template_kwargs"}
     names = {"repetition_penalty": "repeat_penalty"} if kind is EngineKind.LLAMACPP else {}
@@ -396,7 +387,6 @@ def _renamed(data: bytes, renaming: Renaming | None) -> bytes:
 
 
 def _continued(engine: ForeignEngine, job: Job, said: Said) -> dict[str, Any]:
-    """Returns the fields by which an engine continues an answer."""
     limits = ("max_tokens", "max_completion_tokens")
     changed: dict[str, Any] = {
         name: max(limit - said.tokens, 1) for name in limits if isinstance(limit := job.body.get(name), int)
@@ -410,12 +400,10 @@ def _continued(engine: ForeignEngine, job: Job, said: Said) -> dict[str, Any]:
 
 
 def _continues(engine: ForeignEngine, job: Job) -> bool:
-    """Returns whether an engine can continue a job's answer."""
     return job.path == COMPLETIONS or engine.traits.continuing is not Continuing.NEVER
 
 
 def _resumable(job: Job) -> bool:
-    """Returns whether another engine could continue the answer, as far as the request tells."""
     body = job.body
     several = (body.get("n") or 1) != 1 or (body.get("best_of") or 1) != 1
     if several or body.get("echo") or body.get("response_format") or body.get("structured_outputs"):
@@ -446,7 +434,7 @@ def _usage_event(head: dict[str, Any], use: TokenUse) -> bytes:
     return b"data: " + msgspec.json.encode({**head, "choices": [], "usage": usage}) + b"\n\n"
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------
+# -- refusals ------------------------------------------------------------------------------------------------------
 
 
 def _retry_after(answer: EngineAnswer) -> float | None:
@@ -458,7 +446,6 @@ def _retry_after(answer: EngineAnswer) -> float | None:
 
 
 def _error_for(engine: ForeignEngine, answer: EngineAnswer, body: bytes) -> PenstockError:
-    """Returns an engine's refusal as an error of ours."""
     message = error_in(body) or body[:200].decode("utf-8", "replace") or "it gave no reason"
     told = f"the engine {engine.name} answers {answer.status}: {message}"
     match answer.status:

@@ -63,15 +63,13 @@ class RelayedTurn:
 
     @property
     def prompt_tokens(self) -> int:
-        """Returns how many tokens the prompt has: 0 until the engine tells, at the end."""
+        """Returns the prompt's tokens; 0 until the usage comes at the end."""
         return 0 if self._stream.use is None else self._stream.use.prompt
 
     def parts(self, delta: Delta, choice: int = 0) -> list[AnswerPart]:
-        """Returns what a delta adds."""
         return list(delta.parts) if isinstance(delta, RelayedDelta) else []
 
     def calls(self, choice: int = 0) -> int:
-        """Returns how many tools were called so far."""
         return len(self._calls)
 
     async def deltas(self, take: TakeDelta) -> None:

@@ -1,5 +1,5 @@
-"""Reads a stream of OpenAI's server-sent events as bytes: cuts it into whole events and looks into those alone that end
-the stream or carry its usage. What was passed on is kept, so that another engine can continue it."""
+"""Reads a stream of OpenAI's server-sent events as bytes: it cuts them into whole events, and parses only those that
+end the stream or carry its usage. It keeps all bytes, so that another engine can continue the stream."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _PromptDetails(msgspec.Struct):
 
 
 class _Usage(msgspec.Struct):
-    """Reads usage by the names of chats and completions, and by those of responses."""
+    """Reads usage with the field names of chats, completions and responses."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -87,13 +87,13 @@ class Said(NamedTuple):
 
 
 class SoFar(NamedTuple):
-    """Is what a stream has said before it broke off."""
+    """The content of a stream before it broke off."""
 
     text: str
     tokens: int  # about: events that had text
     reasoning: bool  # there was reasoning
     calls: bool  # there were tool calls
-    choices: int  # that had anything
+    choices: int  # choices with content
 
 
 class EventStream:
@@ -131,7 +131,6 @@ class EventStream:
         return whole
 
     def end(self) -> None:
-        """Raises EngineLost if the stream has ended without a finish reason."""
         if not self.finished:
             raise EngineLost("the engine ended the stream without a finish reason")
 
@@ -152,11 +151,9 @@ class EventStream:
 
     @property
     def kept(self) -> bool:
-        """Returns whether all that was passed on is still known."""
         return self._kept is not None
 
     def so_far(self) -> SoFar:
-        """Returns what the stream has said."""
         text, tokens, reasoning, calls, choices = [], 0, False, False, set()
         for event in b"".join(self._kept or ()).split(b"\n\n"):
             for choice in _choices(event.partition(b"data:")[2].strip()):
@@ -171,7 +168,6 @@ class EventStream:
         return SoFar("".join(text), tokens, reasoning, calls, len(choices))
 
     def head(self) -> dict[str, Any]:
-        """Returns id, time and model of the events."""
         for event in b"".join(self._kept or ()).split(b"\n\n"):
             if (read := _object(event.partition(b"data:")[2].strip())) and "id" in read:
                 return {name: read.get(name) for name in ("id", "object", "created", "model")}
@@ -204,8 +200,8 @@ def _has_no_choice(data: bytes) -> bool:
 
 
 class Continuation:
-    """Fits the events of an engine that continues a stream to those of the first: the same id, no second role, and
-    without the beginning, if the engine repeats it."""
+    """Fits the events of an engine that continues a stream to the first engine's events: the same id, no second role,
+    and no repeated beginning."""
 
     def __init__(self, head: dict[str, Any], said: str, resumed_on: list[str]) -> None:
         self._head = head
