@@ -108,7 +108,6 @@ def _what_is_faster(findings: list[Finding]) -> Finding:
 
 
 def _run_check(check: Check) -> Finding:
-    """Runs a check, which returns a state and a detail. An error is also a finding."""
     function = check.func if isinstance(check, partial) else check
     name = function.__name__.strip("_").replace("_", " ")
     try:

@@ -168,7 +168,6 @@ class RequestMaker:
         return PairPrompts(self.text.tokenizer, template, self.limits)
 
     def check_answers(self) -> None:
-        """Raises InvalidRequest if the model only makes embeddings."""
         check_answers(self.limits)
 
     def _stream(self, params: SamplingParams, *, continuing: bool) -> TextStream:

@@ -54,7 +54,6 @@ class SharedEngine:
         self._lost: DeviceLost | None = None  # why no step can follow
 
     def submit(self, choices: Iterable[PendingChoice]) -> None:
-        """Sends requests to the engine, which starts them at the next step."""
         for choice in choices:
             self._check_open()
             self.pending[choice.request.id] = choice

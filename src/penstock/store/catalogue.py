@@ -161,5 +161,4 @@ def model_of(repo: str) -> CatalogueModel | None:
 
 @cache
 def tags_of(name: str) -> dict[str, CatalogueModel]:
-    """Returns a name's models by tag, the default first; empty for unknown names."""
     return {model.tag: model for model in CATALOGUE if model.name == name}

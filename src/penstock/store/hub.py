@@ -188,7 +188,6 @@ def _choice(models: Mapping[str, list[str]]) -> str:
 
 
 def _delete_others(folder: Path, names: Collection[str]) -> None:
-    """Deletes files of an earlier attempt that this attempt does not need."""
     for path in folder.rglob("*"):
         if path.is_file() and path.relative_to(folder).as_posix() not in names:
             path.unlink()
