@@ -155,7 +155,7 @@ class Host:
         if stand_in:
             backend.sharing = on_stand_in(backend)
         self.engine = assemble(backend, LIMITS, transfer=TransferOptions(b"same", ("cuda_ipc",)), depth=0)
-        self.device = self.engine.shared_device
+        self.device = "" if backend.sharing is None else backend.sharing.name
         self._id = 0
 
     def answer(self, pull: BlockOffer | None = None) -> tuple[list[int], Report]:
