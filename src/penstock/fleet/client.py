@@ -1,4 +1,4 @@
-"""The engine client of a gateway: many replicas of one engine behind the interface of one.
+"""Implements the engine client of a gateway: many replicas of one engine look like one.
 
 Each request goes to the replica where it costs least. When a replica is lost, the others resume its requests.
 """

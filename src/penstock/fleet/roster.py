@@ -56,7 +56,7 @@ class KeptReplica:
 
 
 class RosterPlan(NamedTuple):
-    """The steward's next actions."""
+    """Lists the steward's next actions."""
 
     start: tuple[str, ...] = ()
     end: tuple[str, ...] = ()

@@ -51,7 +51,7 @@ class FleetSpec(msgspec.Struct, frozen=True):
 
 
 class KeeperSpec(msgspec.Struct, frozen=True):
-    """The replica of one keeper."""
+    """Describes the replica of one keeper."""
 
     name: str
     steward: str  # address

@@ -43,7 +43,7 @@ class BundledRequest(msgspec.Struct):
 
 
 class PostMortem(msgspec.Struct):
-    """The contents of a bundle."""
+    """Holds the contents of a bundle."""
 
     version: str
     python: str

@@ -27,7 +27,7 @@ class Trust(Enum):
 
 
 class TrustEvent(Enum):
-    """What changes the state of a request."""
+    """Lists what can happen to the trust in a request."""
 
     ANSWER = "answer"  # its engine has answered it
     LOSS = "loss"  # its engine was lost

@@ -47,7 +47,7 @@ class ModelSettings(NamedTuple):
 
 
 class EngineSpec(NamedTuple):
-    """An --engine option."""
+    """Holds a parsed --engine option."""
 
     url: EngineUrl
     name: str = ""  # default: host and port

@@ -22,7 +22,7 @@ class EngineKind(StrEnum):
 
 
 class Continuing(StrEnum):
-    """How an engine continues the assistant's last message."""
+    """Lists how an engine continues the assistant's last message."""
 
     NEVER = "never"  # it begins a new message
     FLAGGED = "flagged"  # continue_final_message is set
