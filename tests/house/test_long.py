@@ -54,6 +54,11 @@ def test_the_long_run_has_the_rest(file: Path) -> None:
     assert run("-m", "long", file) == (LONG, 0)
 
 
+def test_both_runs_at_once_are_everything(file: Path) -> None:
+    names, failed = run("-m", "long or not long", file)
+    assert (names, failed) == (LONG | {"test_short", "test_profile"}, 1)  # all examples
+
+
 def test_a_named_test_has_all_cases_and_examples(file: Path) -> None:
     assert run(f"{file}::test_cases") == ({f"test_cases[{case}]" for case in range(9)}, 0)
     assert run(f"{file}::test_profile") == ({"test_profile"}, 1)
