@@ -16,11 +16,12 @@ FAULTS = [fault for fault in KILLS + DEVICE_FAULTS if fault.part != "fork parent
 
 @pytest.mark.timeout(900)  # a busy machine takes minutes
 def test_no_stream_is_lost_or_different(smollm2: Path, tmp_path: Path) -> None:
-    damage = disturbed(tmp_path, smollm2, Plan(FAULTS, (1.0, 3.0), streams=16))
+    damage = disturbed(tmp_path, smollm2, Plan(FAULTS, (1.0, 3.0), streams=16, calm=1.0))
     print(damage.table())
     assert not damage.violations, "\n\n".join(each.shown("") for each in damage.violations)
     assert {fault for _, fault in damage.happened} == {*FAULTS}
-    assert damage.restarts == sum(fault.part == "engine" and fault.kind != "shortage" for fault in FAULTS)
+    ending = {fault for fault in FAULTS if fault.ends_engine}
+    assert (damage.replaced.keys(), damage.restarts) == (ending, len(ending))
 
 
 def test_a_killed_server_leaves_nothing(smollm2: Path, tmp_path: Path) -> None:

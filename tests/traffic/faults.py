@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -44,6 +47,10 @@ class Fault(NamedTuple):
         ours = {"assertion": ASSERTION, "shortage": SHORTAGE}
         return ours.get(self.kind) or signal.Signals[f"SIG{self.kind}"]
 
+    @property
+    def ends_engine(self) -> bool:
+        return self.part == "engine" and self.kind != "shortage"
+
 
 PARTS = ("engine", "fork parent", "standby", "render worker")
 KILLS = tuple(Fault(part, kind) for part in PARTS for kind in ("KILL", "STOP"))
@@ -60,6 +67,7 @@ class Damage:
     silences: dict[str, list[float]] = field(default_factory=dict)  # the longest of each stream, in seconds
     violations: list[Violation] = field(default_factory=list)
     restarts: float = 0  # of the engine
+    replaced: dict[Fault, list[float]] = field(default_factory=dict)  # seconds until there was another engine
 
     def note(self, _: Ask, received: Received) -> None:
         """Counts the longest silence of a stream with the first fault in it."""
@@ -73,20 +81,25 @@ class Damage:
         lines = [f"{self.streams} streams, {len(self.violations)} violations, {len(self.happened)} faults"]
         lines += [f"  {count} x {fault}" for fault, count in sorted(counts.items())]
         lines += [f"  {count} x no process for {fault}" for fault, count in sorted(self.missed.items())]
-        for fault, found in sorted(self.silences.items()):
-            silences = sorted(found)
+        for fault, found in sorted(self.replaced.items()):
+            middle, longest = sorted(found)[len(found) // 2], max(found)
+            lines.append(f"another engine after {fault}: median {middle:.2f} s, most {longest:.2f} s")
+        for reason, silences in sorted(self.silences.items()):
+            silences.sort()
             middle, high = silences[len(silences) // 2], silences[min(int(len(silences) * 0.99), len(silences) - 1)]
-            lines.append(f"longest silence, {fault}: {len(found)} streams, median {middle:.2f} s, p99 {high:.2f} s")
+            lines.append(f"longest silence, {reason}: {len(silences)} streams, median {middle:.2f} s, p99 {high:.2f} s")
         return "\n".join(lines)
 
 
 class Plan(NamedTuple):
-    """Says which faults happen, and how many seconds lie between two."""
+    """Says which faults happen, and how many seconds lie between two. In the `calm` seconds before them no engine may
+    be replaced."""
 
     faults: Sequence[Fault]
     every: tuple[float, float]
     streams: int = 32
     rounds: int = 1  # every fault happens so often
+    calm: float = 0.0
 
     def drawn(self, random: Random) -> Iterator[tuple[float, Fault]]:
         for _ in range(self.rounds):
@@ -110,6 +123,9 @@ async def disturb(server: Server, drawer: Drawer, plan: Plan, random: Random) ->
                 await streams.ask(asks[number])
 
         clients = [asyncio.create_task(client(number)) for number in range(plan.streams)]
+        await asyncio.sleep(plan.calm)
+        if (engine := await asyncio.to_thread(server.engine_now)) != server.engine:
+            damage.violations.append(Violation(f"without a fault, engine {server.engine} became {engine}", None))
         for pause, fault in plan.drawn(random):
             await asyncio.sleep(pause)
             await asyncio.to_thread(inject, server, fault, damage)
@@ -131,8 +147,27 @@ def inject(server: Server, fault: Fault, damage: Damage) -> None:
     if process is None:
         damage.missed[fault] += 1
         return
-    damage.happened.append((time.monotonic(), fault))
+    began = time.monotonic()
+    damage.happened.append((began, fault))
     os.kill(process.pid, fault.signal)
+    while fault.ends_engine and time.monotonic() < began + APPEARS:
+        if server.engine_now() not in (process.pid, None):
+            damage.replaced.setdefault(fault, []).append(time.monotonic() - began)
+            return
+        time.sleep(0.02)
+
+
+@contextmanager
+def loaded(share: float) -> Iterator[None]:
+    """Has `share` busy processes for each processor."""
+    command = [sys.executable, "-c", "while True: sum(range(10000))"]
+    busy = [subprocess.Popen(command) for _ in range(round(share * (os.cpu_count() or 1)))]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
 
 
 def disturbed(home: Path, model: Path | str, plan: Plan, *options: str, seed: int = 0) -> Damage:

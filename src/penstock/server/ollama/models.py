@@ -211,7 +211,7 @@ def find_known(pool: ModelPool, name: str, context: RequestContext) -> KnownMode
         return known[name if name in known else full]
     pull = f"; pull {full} first" if catalogue_source(full) else ""
     here = named(name, [each for each in known if may_use(context, each)])
-    raise ModelNotFound(f"model {name!r} not found{pull}; there are {here}")
+    raise ModelNotFound(f"model {name!r} not found{pull}; this server has {here}")
 
 
 def _listed(known: KnownModel) -> dict[str, Any]:
