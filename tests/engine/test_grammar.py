@@ -77,14 +77,14 @@ class Babble(FakeBackend):
 
     def __init__(self, favourite: int = END, fondness: float = 0.0) -> None:
         super().__init__(LIMITS.vocab)
-        self._fond = favourite, fondness
+        self.fond = favourite, fondness
 
     def _compute(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
         places = batch.positions[batch.sampled].tolist()
         logits = np.zeros((len(places), LIMITS.vocab))
         for row, place in zip(logits, places, strict=True):
             row += np.random.default_rng(place).normal(0, 3, LIMITS.vocab)
-        logits[:, self._fond[0]] += self._fond[1]
+        logits[:, self.fond[0]] += self.fond[1]
         return sample(logits.astype(np.float32), batch, masks)
 
 

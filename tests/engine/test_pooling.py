@@ -108,6 +108,16 @@ def test_a_mean_takes_nothing_from_the_prefix_cache_and_the_last_state_does() ->
     assert engine.stats().cached_tokens >= 40
 
 
+def test_the_first_state_takes_nothing_from_the_prefix_cache() -> None:
+    tokens, _ = golden("tied")
+    alone = run(engine_of(CpuBackend(2, kv="f32"), "tied"), asked(1, tokens, "cls"))[1]
+    engine = engine_of(CpuBackend(2, kv="f32"), "tied")
+    run(engine, answer(1, tokens, 8))
+    for id in (2, 3):
+        assert vector(run(engine, asked(id, tokens, "cls"))[id]).tolist() == vector(alone).tolist()
+    assert engine.stats().cached_tokens == 0
+
+
 def test_a_mean_leaves_what_conversations_cached_alone() -> None:
     tokens, _ = golden("tied")
     engine = engine_of(CpuBackend(2), "tied", num_blocks=24)

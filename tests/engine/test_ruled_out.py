@@ -3,13 +3,14 @@ min_tokens."""
 
 from __future__ import annotations
 
+from math import inf
 from random import Random
 
 import pytest
 
 from penstock.engine.assemble import assemble
 from penstock.engine.grammars.grammar import Grammars
-from penstock.errors import InvalidRequest
+from penstock.errors import InvalidRequest, NotFinite
 from penstock.types import BANNED, Failed, Grammar, Request, SamplingParams
 from tests.engine.guesses import RandomDrafting
 from tests.engine.test_grammar import END, LIMITS, Babble, Bytes, answer, drain, engine
@@ -36,6 +37,19 @@ def test_it_fails_with_the_reason_and_costs_nobody_the_prefix_cache(ruled_out: d
     assert failed.code == InvalidRequest.code
     assert f"the grammar and {next(iter(ruled_out))} of this request exclude every token" in failed.message
     assert used.stats().blocks_cached == cached
+
+
+def test_a_model_that_computes_nonsense_costs_everybody_the_prefix_cache() -> None:
+    backend = Babble()
+    used = engine(backend)
+    used.add(asked(1, None))
+    drain(used)
+    assert used.stats().blocks_cached
+    backend.fond = END, inf
+    used.add(asked(2, None))
+    (failed,) = [event for event in drain(used) if isinstance(event, Failed)]
+    assert failed.code == NotFinite.code
+    assert used.stats().blocks_cached == 0  # its blocks may be wrong
 
 
 def test_allowed_tokens_may_be_ruled_out_too() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from penstock.ipc.request_journal import RequestJournal
+from penstock.server.access.expected_wait import ExpectedRequest
 from penstock.text import TextStream, read_step
 from penstock.text.parse import AnswerParser, AnswerPart, Arguments, CallStarted, Content, Reasoning
 from penstock.text.tool_formats import AnswerFormat
@@ -92,6 +93,9 @@ class Client(Answer):
         self.eras: list[Era] = []
         self.arrived = -1  # step
         self.left = self.aborted = self.leaving = self.handed_over = self.adopted = False
+        self.registering: set[int] = set()  # messages by which engines register its own adapter
+        self.outlived_adapter = False
+        self.expected: ExpectedRequest | None = None  # the forecast of its admission
 
     @property
     def live(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from tests.everything.features import MOMENTS, OF_ENGINES, OF_REQUESTS, Feature
+from tests.everything.features import BY_NAME, EMBEDDINGS, ENCODER, MOMENTS, OF_ENGINES, OF_REQUESTS, Feature
 from tests.everything.recipe import MAX_LEN, Ask, Moment, Recipe
 
 SHARED = ((), tuple(range(1, 12)), tuple(range(30, 62)), (5,) * 9)  # beginnings of prompts
@@ -30,17 +30,22 @@ def draw_ask(random: Random, id: int, features: tuple[str, ...]) -> Ask:
 def draw(seed: int, wanted: Sequence[str] = ()) -> Recipe:
     """Draws a recipe that has these features if they can be had together, and others at random."""
     random = Random(seed)
-    on: set[str] = {each.name for each in OF_ENGINES if random.random() < 0.45}
+    on: set[str] = {each.name for each in OF_ENGINES if random.random() < (0.05 if each.name == ENCODER else 0.45)}
     on |= {"RAM tier"} if {"disk tier", "failed copy"} & {*wanted} else set()
     on |= {"small cache"} if "RAM tier" in wanted or ("RAM tier" in on and random.random() < 0.6) else set()
     on |= {"copied drafts"} if "prediction" in wanted else set()
     engine = _together(random, [each for each in OF_ENGINES if each.name in {*wanted}], OF_ENGINES, on)
-    asked = [each for each in OF_REQUESTS if each.name in {*wanted}]
+    possible = OF_REQUESTS
+    if ENCODER in engine:
+        possible = tuple(each for each in OF_REQUESTS if each.goes_with(BY_NAME[ENCODER]))
+    asked = [each for each in possible if each.name in {*wanted}]
     asks = []
     for id in range(random.randint(6 if "RAM tier" in engine else 3, 9)):
         share = random.choice((0.04, 0.1, 0.2))
-        drawn = {each.name for each in OF_REQUESTS if random.random() < share}
-        features = _together(random, asked if random.random() < 0.6 else [], OF_REQUESTS, drawn)
+        drawn = {each.name for each in possible if random.random() < share}
+        first = asked if random.random() < 0.6 else []
+        first = [*first, BY_NAME[random.choice(EMBEDDINGS)]] if ENCODER in engine else first
+        features = _together(random, first, possible, drawn)
         asks.append(draw_ask(random, id, features))
     named = [each.name for each in MOMENTS if each.name in wanted]
     happening = [*named, *random.choices([each.name for each in MOMENTS], k=random.choice((0, 1, 2, 4)))]

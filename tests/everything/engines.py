@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -34,6 +34,7 @@ from tests.everything.recipe import MAX_LEN, Recipe
 from tests.everything.virtual import VirtualTime
 
 ADAPTERS = {"eleven": 11, "seven": 7}
+OWN_ADAPTER = 13  # the value of each adapter that is registered while engines run
 FREE = 1 << 40  # bytes of the disk
 
 
@@ -77,6 +78,7 @@ class Process:
         folder: Path,
         exchanged: Callable[[Process, int, bool], None],
         future: Callable[[Request], Sequence[int]],
+        adapters: Mapping[str, int],
         remains: Remains | None = None,
     ) -> None:
         has, limits, random = {*recipe.engine}, recipe.limits(), Random(recipe.seed)
@@ -103,7 +105,7 @@ class Process:
             drafting=self._drafting(has, random, future),
             draft_model=self._draft_model(drafts, depth, random),
             block_events="block events" in has,
-            adapters=adapters_of(self.backend),
+            adapters=adapters_of(self.backend, adapters),
             weights=WorldWeights(self.backend, lambda *about: exchanged(self, *about)),  # type: ignore[arg-type]
             sleeper=self.backend.sleeper,
             ledger=None if self._memory is None else KvLedger(self._memory, limits),
@@ -184,10 +186,10 @@ class Process:
             stack += [(child, salt) for child in node.children.values()]
 
 
-def adapters_of(backend: WorldBackend) -> Adapters:
+def adapters_of(backend: WorldBackend, values: Mapping[str, int]) -> Adapters:
     base: Any = SimpleNamespace(placements=())
     adapters = Adapters(backend.adapters, base, 2, 1 << 20, available=lambda: FREE)
-    for name, value in ADAPTERS.items():
+    for name, value in values.items():
         adapters.registered(name, Path(str(value)), 1.0, 1)
     return adapters
 
@@ -243,7 +245,8 @@ class Alone:
         backend = WorldBackend(1, limits.windows, self._loops, 0)
         backend.reserve_kv(limits.num_blocks, limits.block_size, all_states(limits))
         backend.target.weights = weights
-        adapters = adapters_of(backend) if request.adapters else None
+        values = {use.name: ADAPTERS.get(use.name, OWN_ADAPTER) for use in request.adapters}
+        adapters = adapters_of(backend, values) if values else None
         engine = assemble(backend, limits, grammars=self._grammars, adapters=adapters)
         engine.add(request)
         answer = Answer()

@@ -36,6 +36,7 @@ SCHEMA = {
 }
 REGEXES = (r"(abc)+", r"[a-m]{4,30}", r"\d{4}-\d{2}-[xyz]+", r"((ab){8}|[c-z]){2,9}")
 LARK = 'start: part+\npart: "yes, " | "no. " | /[a-f]/ "!"'
+ENCODER = "encoder"
 Change = Callable[[Request, Ask, Random], Request]
 Seen = Callable[["Client"], bool]
 
@@ -59,13 +60,18 @@ class Feature(NamedTuple):
     def goes_with(self, other: Feature) -> bool:
         """Returns whether one engine or one request can have both."""
         same_kind = self.kind != "" and self.kind == other.kind
-        no_text = {self.kind, other.kind} & {"embedding"} and (self.text or other.text)
+        no_text = {self.kind, other.kind} & {"embedding", ENCODER} and (self.text or other.text)
         return not (same_kind or no_text or self.name in other.apart or other.name in self.apart)
 
     def had_part(self, client: Client) -> bool:
         """Returns whether the feature had a part in what a client got."""
         has = {"engine": client.engine, "request": client.ask.features, "moment": client.lived, "emerges": {self.name}}
         return self.name in has[self.scope] and client.served and (self.seen is None or self.seen(client))
+
+
+def own_adapter(id: int) -> str:
+    """Returns the name of the adapter that only the request with this id uses."""
+    return f"own {id}"
 
 
 def _sampling(**fields: Any) -> Change:
@@ -172,11 +178,26 @@ FEATURES = (
         _one_of(*(_fields(pooling=each, max_tokens=0) for each in ("mean", "last"))),
         kind="embedding",
     ),
+    Feature(
+        "first embedding",  # it ends with the prompt's first piece
+        "request",
+        _fields(pooling="cls", max_tokens=0),
+        kind="embedding",
+        apart=("prompt logprobs",),
+    ),
     Feature("prediction", "request", _marked, seen=_drafted("prediction"), kind="drafts", text=True),
     Feature("no drafts", "request", _fields(speculation=0), kind="drafts", text=True),
     Feature("adapter", "request", _fields(adapters=(AdapterUse("eleven"),)), kind="adapter"),
     Feature(
         "two adapters", "request", _fields(adapters=(AdapterUse("eleven", 2.0), AdapterUse("seven"))), kind="adapter"
+    ),
+    Feature(
+        "own adapter",  # which is registered for the request and unregistered while it runs
+        "request",
+        lambda request, ask, random: request._replace(adapters=(AdapterUse(own_adapter(request.id)),)),
+        kind="adapter",
+        seen=lambda client: client.outlived_adapter,
+        apart=("hand-over",),
     ),
     Feature("salt", "request", _fields(salt="mine")),
     Feature("background", "request", _fields(background=True)),
@@ -203,6 +224,8 @@ FEATURES = (
     Feature("head", "engine", seen=_drafted("mtp"), kind="second drafter", text=True),
     Feature("random order", "engine"),
     Feature("block events", "engine"),
+    Feature("admission", "engine", seen=lambda client: client.expected is not None),
+    Feature(ENCODER, "engine", kind=ENCODER, apart=("states", "disk tier", "ledger", "prompt logprobs")),
     # what happens
     Feature("preemption", "emerges", seen=lambda client: any(report.preemptions for report in client.reports)),
     Feature("prefix reused", "emerges", seen=_reused("device")),
@@ -221,6 +244,7 @@ FEATURES = (
     Feature("failed copy", "moment"),
 )
 BY_NAME = {feature.name: feature for feature in FEATURES}
+EMBEDDINGS = tuple(feature.name for feature in FEATURES if feature.kind == "embedding")
 OF_ENGINES, OF_REQUESTS, MOMENTS = (
     tuple(feature for feature in FEATURES if feature.scope == scope) for scope in ("engine", "request", "moment")
 )

@@ -7,7 +7,7 @@ from itertools import combinations, count
 from random import Random
 
 from tests.everything.drawing import draw
-from tests.everything.features import FEATURES, Feature
+from tests.everything.features import EMBEDDINGS, ENCODER, FEATURES, Feature
 from tests.everything.recipe import Recipe
 from tests.everything.world import World
 
@@ -17,6 +17,7 @@ APART = "one request or engine has at most one of the two"
 ONCE = "an answer ends in one way"
 BOUNDED = "the grammar ends the answer before it can be a loop"
 UNSHARED = "scores are not cached, so a prompt that wants some is computed"
+UNCACHED = "its prompts are not cached"
 UNDRAFTED = "it asks for no drafts, or its sampler can have none"
 DRAFTERS = ("guesses", "copied drafts", "draft model", "head", "prediction")
 TIERS = ("prefix reused", "RAM tier", "disk tier", "pull")
@@ -33,7 +34,10 @@ IMPOSSIBLE = {
     **_pairs(UNSHARED, ("prompt logprobs",), TIERS),
     **_pairs(UNDRAFTED, ("no drafts", "mirostat"), DRAFTERS),
     **_pairs("a request that may not be kept is not on disk", ("not durable",), ("disk tier",)),
-    **_pairs("an embedding is aborted as a failure", ("pause abort", "abort all"), ("embedding",)),
+    **_pairs("an embedding is aborted as a failure", ("pause abort", "abort all"), (*EMBEDDINGS, ENCODER)),
+    **_pairs(UNCACHED, ("first embedding",), TIERS),
+    **_pairs(UNCACHED, (ENCODER,), (*TIERS, "failed copy")),
+    **_pairs("its prompts are computed whole, so none is under way between two steps", (ENCODER,), ("mixed weights",)),
 }
 
 

@@ -61,17 +61,20 @@ class Recipe(NamedTuple):
         """Returns what the engines can hold."""
         random = Random(self.seed)
         block_size = random.choice((1, 2, 4, 4, 8))
-        seeing_all = {"draft model", "head"} & {*self.engine} or any("embedding" in ask.features for ask in self.asks)
+        seeing_all = {"draft model", "head"} & {*self.engine} or any(
+            {"embedding", "first embedding"} & {*ask.features} for ask in self.asks
+        )
         windows = random.choice(FULL_WINDOWS if seeing_all or random.random() < 0.8 else WINDOWS)
         windows = windows if "windows" in self.engine else (0,)
         max_rows = random.randint(2, 6)
-        needed = blocks_for(MAX_LEN, windows, block_size)
+        encoder = "encoder" in self.engine
+        needed = blocks_for(MAX_LEN, windows, block_size, MAX_LEN if encoder else 1)
         small = "small cache" in self.engine
         host = "RAM tier" in self.engine
         return Limits(
             max_len=MAX_LEN,
             max_rows=max_rows,
-            step_tokens=random.randint(max_rows, 40),
+            step_tokens=random.randint(max_rows, 40) + (MAX_LEN if encoder else 0),
             block_size=block_size,
             num_blocks=needed + random.randint(0, 8) if small else 4 * needed,
             vocab=VOCAB,
@@ -81,4 +84,5 @@ class Recipe(NamedTuple):
             host_places=random.choice((3, 9, 40, 200)) if host else 0,
             host_states=random.choice((1, 4, 20)) if host and "states" in self.engine else 0,
             memory=1000,
+            encoder=encoder,
         )

@@ -88,7 +88,7 @@ def virtual(seed: int, every: int) -> Iterator[VirtualTime]:
         instead(loop_guard, **small)
         instead(sequence, EVERY=every, TAIL=16)
         instead(adapters, adapter_bytes=lambda path: ADAPTER_BYTES)
-        instead(adapters.Adapters, _load=_load_adapter)
+        instead(adapters.Adapters, _load=_load_adapter, _rank_at=lambda self, path: 1)
         yield clock
 
 

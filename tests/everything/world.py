@@ -14,7 +14,16 @@ from penstock.core.memory_forecast import MemoryForecast
 from penstock.engine.block_feed import NoBlockFeed
 from penstock.engine.kv_transfer.peers import PeerBlocks
 from penstock.engine.loop import advance
-from penstock.errors import EngineUnavailable, InvalidRequest, NotFinite, OutOfMemory, StepFailed, WaitTooLong
+from penstock.errors import (
+    AdapterNotFound,
+    EngineUnavailable,
+    InvalidRequest,
+    NotFinite,
+    OutOfMemory,
+    StepFailed,
+    WaitTooLong,
+)
+from penstock.server.access.expected_wait import WaitForecast
 from penstock.types import (
     Aborted,
     BlockOffer,
@@ -25,6 +34,7 @@ from penstock.types import (
     Offered,
     Request,
     SamplingParams,
+    Tokens,
 )
 from penstock.types.messages import (
     Abort,
@@ -35,20 +45,23 @@ from penstock.types.messages import (
     Offer,
     Pause,
     Prefill,
+    RegisterAdapter,
     Resume,
     Sleep,
+    UnregisterAdapter,
     UpdateWeights,
     Wake,
 )
 from tests.everything.backend import Death
 from tests.everything.client import Client, Era
-from tests.everything.engines import Alone, Process, Remains, overcommitted
-from tests.everything.features import BY_NAME
+from tests.everything.engines import ADAPTERS, OWN_ADAPTER, Alone, Process, Remains, overcommitted
+from tests.everything.features import BY_NAME, own_adapter
 from tests.everything.recipe import Ask, Moment, Recipe
 from tests.everything.virtual import VirtualTime, virtual
 
 CONTROL = 10**6  # ids of control messages begin here
 MOST_STEPS = 6000
+PATIENCE = 60.0  # seconds that a request without a target may wait: longer than any world
 FAULTS = ("no memory", "failed step", "not finite")
 
 
@@ -66,6 +79,8 @@ class World:
         self._later: list[tuple[int, int, Message]] = []  # step, process, message
         self._next, self._step, self._weights = CONTROL, 0, 0
         self.notes: set[str] = set()
+        self._adapters = dict(ADAPTERS)  # that engines have or will have
+        self._forecast = WaitForecast() if "admission" in recipe.engine else None
         self._failures, self._failed = Counter[str](), Counter[str]()  # of processes that have died
         for ask in recipe.asks:
             for copy in range(2 if "n" in ask.features else 1):
@@ -76,7 +91,7 @@ class World:
 
     def _process(self, place: int, remains: Remains | None = None) -> Process:
         folder = self._folder / str(place)
-        process = Process(self.recipe, self.clock, folder, self._exchanged, self._future, remains)
+        process = Process(self.recipe, self.clock, folder, self._exchanged, self._future, self._adapters, remains)
         process.backend.struck = lambda fault: self._live(place, fault)
         return process
 
@@ -178,6 +193,7 @@ class World:
         for client in self.clients.values():
             if client.arrived < 0 and client.ask.at <= self._step:
                 self._arrive(client)
+            self._unregister_late(client)
             if not client.live or client.request.id not in self.homes:
                 continue
             here = self.homes[client.request.id]
@@ -193,6 +209,49 @@ class World:
 
     def _arrive(self, client: Client) -> None:
         client.arrived = self._step
+        if self._forecast is not None and not self._admits(self._forecast, client):
+            return
+        if "own adapter" in client.ask.features:
+            self._register(client)
+        else:
+            self._begin_client(client)
+
+    def _admits(self, forecast: WaitForecast, client: Client) -> bool:
+        """Returns whether the server lets a request in that has come."""
+        process = self.processes[0]
+        forecast.measure(process.engine.stats())
+        try:
+            client.expected = forecast.admit(client.request, PATIENCE, self.clock.now, process.limits)
+        except WaitTooLong as error:
+            client.take([Failed(client.request.id, error.code, error.message)])
+        return client.end is None
+
+    def _register(self, client: Client) -> None:
+        """Has all engines register the client's own adapter, before its request is sent."""
+        name = own_adapter(client.request.id)
+        self._adapters[name] = OWN_ADAPTER
+        for place in range(len(self.processes)):
+            client.registering.add(id := self._id())
+            self._send(place, RegisterAdapter(name, str(OWN_ADAPTER), id=id), "register")
+
+    def _registered(self, id: int) -> None:
+        for client in self.clients.values():
+            if id in client.registering:
+                client.registering.remove(id)
+                if not client.registering:
+                    self._begin_client(client)
+
+    def _unregister_late(self, client: Client) -> None:
+        """Has all engines forget the client's own adapter some steps after its request was sent."""
+        id, name = client.request.id, own_adapter(client.request.id)
+        sent = client.end is not None or (id in self.homes and self._step >= client.arrived + client.ask.when)
+        if name in self._adapters and sent:
+            client.outlived_adapter = client.live
+            del self._adapters[name]
+            for place in range(len(self.processes)):
+                self._send(place, UnregisterAdapter(name, id=self._id()), "unregister")
+
+    def _begin_client(self, client: Client) -> None:
         if "pull" in client.ask.features:
             id = self._id()
             self._waiting[id] = 1, client
@@ -222,6 +281,7 @@ class World:
             assert not isinstance(share[-1], Failed), (what, share)
             if isinstance(share[-1], MemoryUse) and not share[-1].device:
                 self.notes.add("sleep")
+            self._registered(id)
             return
         client = self.clients[id]
         assert self.homes[id] == place, f"request {id} is answered by an engine that has it no more"
@@ -229,11 +289,21 @@ class World:
             self._hand_over(place, client, share)
             return
         client.adopted = client.adopted or (process.engine.stats().adopted_blocks > 0 and "death" in client.lived)
+        self._tell_forecast(client, share)
         client.take(share)
         if client.end is not None:
             del self.homes[id]
             if isinstance(client.end, Failed):
                 process.failures[client.end.code] = process.failures.get(client.end.code, 0) + 1
+
+    def _tell_forecast(self, client: Client, share: list[Event]) -> None:
+        if self._forecast is None or client.expected is None:
+            return
+        for event in share:
+            if isinstance(event, Tokens) and event.tokens and client.expected.waits:
+                self._forecast.answer(client.expected, self.clock.now, event.cached)
+        if not isinstance(share[-1], Tokens):
+            self._forecast.end(client.expected, client.tokens, self.processes[0].limits)
 
     def _hand_over(self, place: int, client: Client, share: list[Event]) -> None:
         """Has another engine go on with an answer, which reads what this one has computed of it."""
@@ -310,6 +380,8 @@ class World:
             if asked == place:
                 del self._waiting[id]
                 self._add(0, client)
+        for id in old.asked.keys() - ids:
+            self._registered(id)  # the new process has had the adapter from its start
 
     def _live(self, place: int, what: str) -> None:
         for id, home in self.homes.items():
@@ -348,6 +420,7 @@ class World:
             self._failed += Counter(process.backend.failed)
         for client in self.clients.values():
             self._check_client(client)
+        assert self._forecast is None or not self._forecast._lines, "somebody is still expected to wait"
         steps = self._failed["no memory"] + self._failed["failed step"] + self._failed["failed copy"]
         assert self._failures[StepFailed.code] + self._failures[OutOfMemory.code] <= steps, "others failed with a step"
         assert self._failures[NotFinite.code] <= self._failed["not finite"], "others failed with a row"
@@ -393,6 +466,7 @@ class World:
             StepFailed.code: client.lived & {"no memory", "failed step", "failed copy"},
             NotFinite.code: "not finite" in client.lived,
             InvalidRequest.code: True,  # it must fail alone, too
+            AdapterNotFound.code: client.outlived_adapter and "death" in client.lived,
             EngineUnavailable.code: client.request.pooling and client.lived & {"pause abort", "abort all"},
         }
         assert causes.get(failed.code), f"request {client.request.id} failed: {failed}"

@@ -276,7 +276,7 @@ class Engine:
         """Queues a request that is ready to run, unless a feature holds it."""
         request = record.request
         self.scheduler.now = time.perf_counter()
-        sequence = record.sequence(record.pooling != "mean" and not self.limits.encoder, self.weights)
+        sequence = record.sequence(not record.pools_from_start and not self.limits.encoder, self.weights)
         if any(feature.holds(record, sequence) for feature in self.features):
             self.records[request.id] = record
             return

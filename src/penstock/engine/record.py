@@ -88,6 +88,11 @@ class RequestRecord:
         return -1 if self.lease is None else self.lease.slot
 
     @property
+    def pools_from_start(self) -> bool:
+        """Returns whether its embedding needs hidden states of the prompt's beginning, which no cache keeps."""
+        return self.pooling in ("mean", "cls")
+
+    @property
     def pooling(self) -> str:
         """Returns which hidden states are pooled; "" if none are."""
         return self.classifier.pooling if self.classifier else self.request.pooling

@@ -127,7 +127,7 @@ class DiskPrefixes(Feature):
     def reads(self, record: RequestRecord) -> Sequence[Need]:
         request, weights = record.request, self.engine.weights
         fits = self._size <= len(request.prompt) < self._longest
-        if record.disk is not None or not (request.durable and fits) or weights.updates or record.pooling == "mean":
+        if record.disk is not None or not (request.durable and fits) or weights.updates or record.pools_from_start:
             return []
         salt = record.salt(weights)
         record.disk = disk = RequestOnDisk(salt, self._chain(salt, request.prompt, self._size))

@@ -88,6 +88,8 @@ class PeerBlocks(Feature):
         if isinstance(message, Offer):
             return [self._offer(message)]
         if isinstance(message, Prefill):
+            if self._offers is None:
+                return [Offered(message.id)]
             self.engine.take(self.prefill(message))
         if isinstance(message, Release) and self._offers is not None:
             self._offers.end(message.offer)

@@ -120,7 +120,7 @@ class BlockPulls:
         if offer is None:
             return []
         record.request = request._replace(pull=None)
-        if request.sampling.prompt_logprobs is not None or record.pooling == "mean":
+        if request.sampling.prompt_logprobs is not None or record.pools_from_start:
             return []
         try:
             pull = self._begin(offer, record.salt(weights), request.prompt + request.generated, weights)
