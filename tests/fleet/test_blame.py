@@ -337,6 +337,22 @@ def test_a_late_word_does_not_count_against_what_was_answered_since(clock: Virtu
     play(clock, 3, scenario)
 
 
+def test_a_request_that_each_engine_answers_before_it_dies_is_not_blamed_and_ends(clock: VirtualClock) -> None:
+    async def scenario(fleet: Fleet) -> None:
+        [engine] = fleet.engines
+        id = await fleet.ask(1)
+        for _ in range(LENGTH // 2 - 1):
+            fleet.step(engine)
+            fleet.step(engine)
+            engine.suspects = ((GATEWAY, id),)
+            fleet.lose(engine)
+            fleet.tell(engine, engine.epoch, engine.suspects)
+            fleet.start(engine)
+        await fleet.check()
+
+    play(clock, 1, scenario)
+
+
 @pytest.mark.parametrize("drained", [False, True])
 def test_only_an_answer_ends_a_doubt(clock: VirtualClock, drained: bool) -> None:
     """A request is tried on an engine that is told to end: the next one tries it as carefully."""
