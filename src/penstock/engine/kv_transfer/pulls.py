@@ -104,7 +104,6 @@ class BlockPulls:
         self._rows = memory if isinstance(memory, BlockRows) and not limits.states else None
         self._distrust = distrust
         self._size = limits.block_size
-        self._groups = len(limits.windows)
         self._prompts = prompts
         self._chain = chain
         self._identity = identity
@@ -161,12 +160,12 @@ class BlockPulls:
         ]
         targets = list(given.targets)
         if given.state_target is not None:
-            parts = part_targets(given.state_target, self._block_bytes, self._groups)
+            parts = part_targets(given.state_target, self._block_bytes, self._cache.groups)
             blocks += names(blocks[-1].hash, len(parts), 4 * size)
             targets += parts
         rest = partial(self._compute_seconds, first, first + count)
         loading = Loading(blocks, targets, rest, threads=1, patience=PATIENCE)
-        reader = direct or OfferReader(offer, skipped, len(blocks), self._groups, self._block_bytes)
+        reader = direct or OfferReader(offer, skipped, len(blocks), self._cache.groups, self._block_bytes)
         return _Pull(ChainLoad(loading, salt, prompt, first, given.places, given.state), reader, direct)
 
     def _direct(
@@ -176,7 +175,7 @@ class BlockPulls:
         if self._sharing is not None:
             from penstock.engine.kv_transfer.cuda_ipc import device_reader  # with sockets, which take long
 
-            near = device_reader(offer, skipped, count, self._groups, self._sharing)
+            near = device_reader(offer, skipped, count, self._cache.groups, self._sharing)
             if near is not None:
                 return near
         if self._rows is None or len(known) != first or not all(map(self._cache.trie.on_device, known)):
@@ -187,14 +186,14 @@ class BlockPulls:
 
         if not can_map(offer):
             return None
-        return MappedReader(offer, skipped, count, self._groups, self._block_bytes, self._rows)
+        return MappedReader(offer, skipped, count, self._cache.groups, self._block_bytes, self._rows)
 
     def _reserve(self, count: int, first: int, known: Sequence[PrefixNode], direct: DirectReader | None) -> Reserved:
         """Reserves places for blocks; those that are copied directly need none. Raises TransferRefused if there is no
         room."""
         if direct is not None:
             targets = direct.targets(self._chains.wanted(count, first))
-            return Reserved([[-1] * self._groups] * count, targets)
+            return Reserved([[-1] * self._cache.groups] * count, targets)
         self._chains.collect()
         given = self._chains.reserve(count, first)
         if given is None:
