@@ -239,7 +239,8 @@ def judge(ask: Ask, answer: Answer) -> Iterator[str]:
         yield from _judge_choice(ask, choice, kept=not answer.ignored)
     if wish.logprobs is not None and not wish.tools and not wish.stop:
         count = sum(len(choice.logprobs) for choice in answer.choices.values())
-        if count not in (generated, generated - len(answer.choices)):  # without those of the token that ends a choice
+        stopped = sum(choice.finish not in LENGTH for choice in answer.choices.values())
+        if not generated - stopped <= count <= generated:  # the token that stops a choice may have none
             yield f"it has {generated} tokens and the logprobs of {count}"
 
 
