@@ -636,6 +636,17 @@ def test_a_prompt_that_cannot_be_computed_is_not_offered(start: Start) -> None:
     assert start(()).engine.find(PeerBlocks).translate([Finished(9, "stop")]) == [Finished(9, "stop")]
 
 
+@pytest.mark.parametrize("silent", [{"listen": ()}, {"encoder": True, "max_len": 16}])
+def test_an_engine_that_offers_nothing_computes_no_prompt_to_be_offered(
+    start: Start, silent: dict[str, object]
+) -> None:
+    replica = start(**silent)
+    request = Request(1, PROMPT[:9], SamplingParams(), 6)
+    assert advance(replica.engine, [Prefill(request, id=5)]) == [Offered(5)]
+    assert replica.engine.idle
+    assert replica.engine.stats().computed_tokens == 0
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_each_request_answers_as_if_alone(start: Start, seed: int) -> None:
     """Draws pulls between three small replicas, with evictions, flushes, restarts, and offers that are kept too long,
