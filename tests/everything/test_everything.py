@@ -25,6 +25,7 @@ def drawn() -> Iterator[tuple[Pairs, Recipe]]:
     return worlds(1)
 
 
+@pytest.mark.long(cases=2)  # pairs are counted where all worlds run
 @pytest.mark.parametrize("part", range(PARTS))
 def test_each_answer_is_as_if_alone_with_everything_on_at_once(
     part: int, drawn: Iterator[tuple[Pairs, Recipe]], capsys: pytest.CaptureFixture[str]
