@@ -215,6 +215,7 @@ READERS: dict[str, Callable[[Answer, Json], None]] = {
 LENGTH = {"length", "max_output_tokens", "max_tokens", "limit", "model_context_window_exceeded"}
 NATURAL = {"stop", "completed", "end_turn", "stop_sequence", "eos", "word"}
 CALLED = {"tool_calls", "tool_use"} | {"stop", "completed"}  # the last two: Ollama and responses
+STOPPED = {"stop_sequence"}  # messages, where a stop string follows a call
 
 
 def judge(ask: Ask, answer: Answer) -> Iterator[str]:
@@ -246,7 +247,8 @@ def judge(ask: Ask, answer: Answer) -> Iterator[str]:
 
 def _judge_choice(ask: Ask, choice: Choice, *, kept: bool) -> Iterator[str]:
     wish, names = ask.wish, {tool["name"] for tool in ask.wish.tools}
-    if choice.finish not in LENGTH | (CALLED if choice.calls else NATURAL):
+    natural = CALLED | (STOPPED if wish.stop else set()) if choice.calls else NATURAL
+    if choice.finish not in LENGTH | natural:
         yield f"its finish reason is {choice.finish!r} with {len(choice.calls)} calls"
     if {name for name, _ in choice.calls} - names:
         yield f"it calls {choice.calls}, and the tools are {names}"
