@@ -16,6 +16,7 @@ from penstock.backend.device import DeviceKind
 from penstock.backend.devices import device_kind, option_help, parse_device, possible_kinds
 from penstock.config import OPTIONS, Config
 from penstock.errors import ConfigError
+from penstock.plugins import plugins
 
 AUTO = Config(model="m")
 
@@ -143,7 +144,7 @@ def test_another_package_brings_a_device(monkeypatch: pytest.MonkeyPatch) -> Non
     )
 
     class Entry:
-        name = "toy"
+        name, value = "toy", "toy.device:DEVICE"
         load = staticmethod(lambda: toy)
 
     searched: list[str] = []
@@ -154,6 +155,7 @@ def test_another_package_brings_a_device(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr("importlib.metadata.entry_points", entry_points)
     devices.other_kinds.cache_clear()
+    plugins.cache_clear()
     try:
         resolve_defaults(AUTO)
         assert not searched
@@ -163,6 +165,7 @@ def test_another_package_brings_a_device(monkeypatch: pytest.MonkeyPatch) -> Non
             parse_device("joy")
     finally:
         devices.other_kinds.cache_clear()
+        plugins.cache_clear()
 
 
 def test_help_has_the_values_that_devices_declare() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from penstock.backend.device import Device, DeviceKind
 from penstock.config import AUTO, ConfigOption
 from penstock.errors import ConfigError
+from penstock.plugins import plugins
 
 GROUP = "penstock.backends"  # each entry point is a DeviceKind
 
@@ -26,9 +27,7 @@ def kinds() -> Mapping[str, DeviceKind]:
 
 @cache
 def other_kinds() -> Mapping[str, DeviceKind]:
-    from importlib.metadata import entry_points
-
-    return {entry.name: entry.load() for entry in entry_points(group=GROUP)}
+    return {plugin.name: plugin.load(DeviceKind) for plugin in plugins(GROUP)}
 
 
 def in_order() -> list[DeviceKind]:
