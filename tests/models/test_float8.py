@@ -146,7 +146,7 @@ Q = "model.layers.0.self_attn.q_proj.weight"
     ("edit", "message"),
     [
         (lambda header: header.pop(f"{Q}_scale"), r"q_proj\.weight' is stored as F8_E4M3 without a scale"),
-        (lambda header: header.pop(Q), "there is no FP8 matrix that it belongs to"),
+        (lambda header: header.pop(Q), "its FP8 matrix is missing"),
         (lambda header: header[f"{Q}_scale"].update(dtype="F8_E4M3", shape=[2, 2]), "without a scale|fits neither"),
     ],
 )

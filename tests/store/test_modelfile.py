@@ -55,7 +55,7 @@ def test_every_instruction_is_read() -> None:
     [
         ("SYSTEM hi", "FROM"),
         ("FROM a\nSHOUT hi", "line 2.*SHOUT"),
-        ("FROM", "line 1.*says nothing"),
+        ("FROM", "line 1.*is empty"),
         ('FROM a\nSYSTEM """hi', "line 2.*no end"),
         ("FROM a\nPARAMETER top_k", "line 2.*top_k"),
         ("FROM a\nMESSAGE robot hi", "line 2.*role"),
