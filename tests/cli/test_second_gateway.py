@@ -59,7 +59,7 @@ def serve(start: Callable[..., Started], model: Path, *words: str) -> tuple[Serv
     """Starts a fleet's first gateway, and writes the run file as its steward does. Returns its options and decision."""
     server, clients = start("serve", str(model), "--replicas", "3", *words)
     client = clients(configure(model, {}, name="tiny"))
-    write_run_file(client._source._spec)  # type: ignore[attr-defined]
+    write_run_file(client._members._source._spec)  # type: ignore[attr-defined]
     return server, decision(client)
 
 
