@@ -132,40 +132,39 @@ def test_auto_may_be_a_gpu_only_where_there_is_one(monkeypatch: pytest.MonkeyPat
 declared = devices.kinds()
 
 
-def test_another_package_brings_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+TOY = """
+from dataclasses import replace
+
+from penstock.backend.ref.device import DEVICE as REF
+
+opened = []
+DEVICE = replace(
+    REF, name="toy", indexed=True, noun="a toy", open=lambda config, device, *_: opened.append(str(device))
+)
+"""
+
+
+def test_another_package_brings_a_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It has an entry point; auto does not search for it."""
-    opened: list[str] = []
-    toy = replace(
-        declared["ref"],
-        name="toy",
-        indexed=True,
-        noun="a toy",
-        open=lambda config, device, *_: opened.append(str(device)),
-    )
-
-    class Entry:
-        name, value = "toy", "toy.device:DEVICE"
-        load = staticmethod(lambda: toy)
-
-    searched: list[str] = []
-
-    def entry_points(group: str) -> list[type[Entry]]:
-        searched.append(group)
-        return [Entry]
-
-    monkeypatch.setattr("importlib.metadata.entry_points", entry_points)
-    devices.other_kinds.cache_clear()
-    plugins.cache_clear()
+    about = tmp_path / "toy-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n")
+    (about / "entry_points.txt").write_text("[penstock.backends]\ntoy = toy_device:DEVICE\n")
+    (tmp_path / "toy_device.py").write_text(TOY)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for found in (devices.other_kinds, plugins):
+        found.cache_clear()
     try:
         resolve_defaults(AUTO)
-        assert not searched
+        assert "toy_device" not in sys.modules
         open_backend(resolve_defaults(Config(model="m", device="toy:1")))
-        assert (opened, searched) == (["toy:1"], ["penstock.backends"])
+        assert sys.modules["toy_device"].opened == ["toy:1"]
         with pytest.raises(ConfigError, match="one of auto, cpu, cuda, ref, toy, or cuda:N for GPU number N, or toy:N"):
             parse_device("joy")
     finally:
-        devices.other_kinds.cache_clear()
-        plugins.cache_clear()
+        for found in (devices.other_kinds, plugins):
+            found.cache_clear()
+        sys.modules.pop("toy_device", None)
 
 
 def test_help_has_the_values_that_devices_declare() -> None:

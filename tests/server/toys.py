@@ -168,6 +168,7 @@ class Parrot:
     """A backend that reads each context back through its block table and goes on with what it is told to say."""
 
     device = "toy"
+    own_memory = False
     states = sharing = None  # no recurrent layers, no device that others share
 
     def __init__(self, limits: Limits, pace: float = 0.0) -> None:
