@@ -47,7 +47,6 @@ def open_backend(config: Config, packed: Sequence[PackedCache | None] = (), kv_f
 
 
 def check_quantize(config: Config) -> None:
-    """Raises ConfigError if the config's device cannot compute with the weights that it asks for."""
     known = device_kind(config.device).quantizations
     if config.quantize == "fp8" and "fp8" not in known:
         raise ConfigError("fp8 needs a GPU that multiplies it: on a CPU, q8_0 takes as little memory and is finer")

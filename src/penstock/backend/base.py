@@ -67,7 +67,6 @@ class LogitEdits:
         )
 
     def edit(self, e: int) -> LogitEdit:
-        """Returns edit e by itself."""
         added = slice(*self.add_start[e : e + 2])
         return LogitEdit(
             self.seen[slice(*self.seen_start[e : e + 2])],
@@ -84,7 +83,6 @@ class LogitEdits:
 
 
 def _ragged(arrays: Sequence[NDArray[Any]]) -> tuple[NDArray[Any], Ints]:
-    """Returns the arrays one after the other, and where each begins."""
     return np.concatenate(arrays), np.cumsum([0, *map(len, arrays)], dtype=np.int32)
 
 
@@ -127,7 +125,6 @@ class SampleRows:
     chains: tuple[ChainRow, ...] = ()  # ascending positions; the fields above are greedy there
 
     def between(self, first: int, last: int) -> SampleRows:
-        """Returns the fields of positions first:last, counted from `first`."""
         part = slice(first, last)
         return SampleRows(
             self.target[part],
@@ -149,7 +146,6 @@ class Bitmasks(NamedTuple):
     words: Ints  # [C, ceil(vocab / 32)] a bit for each token, the lowest bit first
 
     def between(self, first: int, last: int) -> Bitmasks:
-        """Returns the masks of positions first:last, counted from `first`."""
         chosen = slice(*np.searchsorted(self.rows, (first, last)))
         return Bitmasks(self.rows[chosen] - np.int32(first), self.words[chosen])
 
@@ -209,11 +205,9 @@ class StoredAs(NamedTuple):
 
     @classmethod
     def in_file(cls, tensor: Tensor) -> StoredAs:
-        """Returns the format that the tensor has in its file."""
         return cls(tensor.format.name, 8 * tensor.format.bytes / tensor.format.values)
 
     def bytes(self, tensor: Tensor) -> float:
-        """Returns the tensor's size in this format."""
         return self.size or prod(tensor.shape) * self.bits / 8
 
 
@@ -287,16 +281,15 @@ class WeightPacker(Protocol):
     def pack_heads(self, tensor: Tensor) -> Any:
         """Returns a matrix for each head: [heads, out, in]."""
 
-    def stored_as(self, tensor: Tensor) -> StoredAs:
-        """Returns the format that packing would store the tensor in."""
+    def stored_as(self, tensor: Tensor) -> StoredAs: ...
 
 
 class Runner(Protocol):
-    """Runs batches. Steps run in the order of their launch, and each reads the results of all steps before it.
+    """Runs batches. Steps run in launch order, and each reads the results of all steps before it.
 
-    Several programs (a draft and a target, an encoder and a decoder) can be loaded. Every program has KV arrays of its
-    own for the same block ids, and recurrent states and last sampled tokens of its own for the same slots. All
-    share the hidden states, which one program stores for another in the same blocks.
+    Several programs (a draft and a target, an encoder and a decoder) can be loaded. Each has its own KV arrays for the
+    same block ids, and its own recurrent states and last sampled tokens for the same slots. All share the hidden
+    states, which one program stores for another in the same blocks.
     """
 
     def load(self, model: Model, program: int = 0, token_ids: Sequence[int] = ()) -> None:
@@ -335,18 +328,18 @@ class Tuner(Protocol):
         """Returns the memory that the loaded programs need and may take. Call it before `reserve_kv`."""
 
     def warm_up(self) -> None:
-        """Does what the first step would otherwise wait for; called once, before it."""
+        """Does the work that the first step would otherwise wait for; called once, before it."""
 
     def prepare_in_idle(self) -> bool:
-        """Does a little of what makes later steps faster, some milliseconds of it; returns False when nothing is left.
-        Called again and again while there is nothing to compute."""
+        """Spends some milliseconds on making later steps faster; returns False when nothing is left. Called again and
+        again while there is nothing to compute."""
 
     def free_memory(self) -> None:
-        """Gives back memory that can be had again later: a step found too little."""
+        """Frees memory that can be taken again later, because a step found too little."""
 
     def time_step(self, batch: Batch, times: int) -> float:
-        """Returns the seconds of such a step by itself, the least of `times` runs. What computes is timed, not what
-        launches it. To be called while no step is in flight."""
+        """Returns the seconds that the step takes to compute, without its launch: the least of `times` runs. No step
+        may be in flight."""
 
 
 class CopyTiming(NamedTuple):
@@ -363,11 +356,9 @@ class HostRoom(Protocol):
 
     array: NDArray[np.uint8]  # [places, bytes of a block]; empty once it is closed
 
-    def copy_out(self, blocks: Sequence[int], places: Sequence[int]) -> None:
-        """Queues the copy of blocks to places."""
+    def copy_out(self, blocks: Sequence[int], places: Sequence[int]) -> None: ...
 
-    def copy_in(self, blocks: Sequence[int], places: Sequence[int]) -> None:
-        """Queues the copy of places to blocks."""
+    def copy_in(self, blocks: Sequence[int], places: Sequence[int]) -> None: ...
 
     def finish(self) -> None:
         """Waits until the host may read and write all places."""
@@ -375,8 +366,7 @@ class HostRoom(Protocol):
     def timings(self) -> list[CopyTiming]:
         """Returns the times of copies that have ended since the last call."""
 
-    def close(self) -> None:
-        """Gives the memory back."""
+    def close(self) -> None: ...
 
 
 class BlockMemory(Protocol):
@@ -407,8 +397,7 @@ class PackedAdapter(Protocol):
     """Is an adapter in the layout that a backend computes with, in no slot yet."""
 
     @property
-    def nbytes(self) -> int:
-        """Returns the bytes that it takes in a slot."""
+    def nbytes(self) -> int: ...
 
 
 class AdapterSlots(Protocol):
@@ -481,16 +470,16 @@ class Backend(WeightPacker, Runner, Tuner, Protocol):
     sharing: DeviceSharing | None  # None: blocks reach other processes through host memory
 
     def begin_update(self, loaded: Sequence[Any]) -> WeightUpdate:
-        """Begins to replace the weights that were `loaded` (see exchange.py); one update at a time."""
+        """Begins to replace the weights that were `loaded` (weight_exchange.py); one update at a time."""
 
     def tell_of_compiling(self, tell: Callable[[bool], None]) -> None:
         """Calls `tell` with True when a step begins to compile a kernel, and with False when the step continues.
         Call this in the thread that launches steps."""
 
     def is_lost(self) -> bool:
-        """Returns whether this process can compute nothing more after an error. Most errors harm only one step."""
+        """Returns True if this process cannot compute any more after an error. Most errors harm only one step."""
 
     def trial_logits(self, model: Model, kv: str, batches: Sequence[Batch], size: CacheSize) -> Floats | None:
         """Returns the logits of the sampled positions of all batches, [S, vocab], computed one after the other with an
-        empty KV cache of another type; None if there is but one type. `model` is loaded as program 0. To be called
-        before `reserve_kv`."""
+        empty KV cache of another type; None if there is only one type. Loads `model` as program 0. Call it before
+        `reserve_kv`."""

@@ -42,7 +42,6 @@ def greedy_batch(chunks: Sequence[Chunk], step: int = 0) -> Batch:
 
 
 def greedy_rows(count: int) -> SampleRows:
-    """Returns rows that sample `count` positions greedily, without logprobs or edits."""
     return SampleRows(
         target=np.full(count, -1, np.int32),
         temperature=np.zeros(count, np.float32),

@@ -19,7 +19,6 @@ class Array(msgspec.Struct, array_like=True):
 
 
 def encode_batch(batch: Batch) -> bytes:
-    """Returns the batch as bytes; `decode_batch` makes one of them that computes the same."""
     return _ENCODER.encode(batch)
 
 

@@ -31,12 +31,10 @@ def other_kinds() -> Mapping[str, DeviceKind]:
 
 
 def in_order() -> list[DeviceKind]:
-    """Returns this package's kinds in the order in which `--device auto` tries them."""
     return sorted(kinds().values(), key=lambda kind: kind.order)
 
 
 def parse_device(text: str) -> Device:
-    """Reads a value of `--device` other than auto; raises ConfigError for an unknown device."""
     name, colon, number = text.partition(":")
     kind = kinds().get(name) or other_kinds().get(name)
     if kind is None or (colon and not (kind.indexed and number.isascii() and number.isdigit())):
@@ -48,7 +46,6 @@ def parse_device(text: str) -> Device:
 
 
 def device_kind(text: str) -> DeviceKind:
-    """Returns the kind of a device that `resolve_defaults` has chosen."""
     if text == AUTO:
         raise ConfigError(f"device {AUTO!r} is not decided yet: resolve_defaults comes first")
     return parse_device(text).kind
@@ -63,17 +60,14 @@ def possible_kinds(text: str) -> list[DeviceKind]:
 
 
 def may_own_memory(text: str) -> bool:
-    """Returns whether a value of `--device` can mean a device with memory of its own."""
     return any(kind.own_memory for kind in possible_kinds(text))
 
 
 def quantizations() -> set[str]:
-    """Returns all values of `--quantize`."""
     return {quantize for kind in kinds().values() for quantize in kind.quantizations}
 
 
 def option_help(name: str, option: ConfigOption) -> str:
-    """Returns an option's help with the values that the devices declare."""
     if name == "device":
         *first, last = (kind.help for kind in kinds().values())
         return f"{option.help[:-1]}: {', '.join([AUTO, *first])} or {last}."

@@ -52,7 +52,6 @@ def checksum(seen: Sequence[Sequence[int] | NDArray[np.int64]], length: int, voc
 
 
 def terms(values: Sequence[int] | NDArray[np.int64], first: int) -> NDArray[np.int64]:
-    """Returns the terms of a checksum: one for each value, which begin at position `first`."""
     places = np.arange(first + 1, first + len(values) + 1, dtype=np.int64)
     return (np.asarray(values, np.int64) + 1) * places * 2654435761 % PRIME
 
@@ -90,12 +89,10 @@ def continuation(
 
 
 def state(context: Sequence[int] | NDArray[np.int64], vocab: int) -> list[int]:
-    """Returns the fake's hidden state at the last token of `context`."""
     return [next_token(context, vocab), int(context[-1]), len(context)]
 
 
 def pooled(prompt: Sequence[int], kind: str, vocab: int) -> bytes:
-    """Returns the fake's embedding, computed without a cache."""
     ends = range(len(prompt) if kind == "last" else 1, 2 if kind == "cls" else len(prompt) + 1)
     mean: NDArray[np.float64] = np.mean([state(prompt[:end], vocab) for end in ends], axis=0)
     return mean.astype("<f4").tobytes()
@@ -219,7 +216,6 @@ class FakeProgram:
         return np.array([state(context, self._vocab) for context in contexts], np.float32)
 
     def _gather(self, tokens: list[int], start: int, slot: int, move: StateMove | None) -> list[int]:
-        """Returns the recurrent state after each of a row's tokens."""
         states = [0 if start == 0 else int(self.states[slot if move is None or move.begin < 0 else move.begin])]
         for token in tokens:
             states.append(gathered((token,), states[-1]))
@@ -239,19 +235,16 @@ class FakeProgram:
             self.kv[table[positions // size], positions % size] = values
 
     def _store_hidden(self, hidden: NDArray[np.int64], table: NDArray[np.int32], positions: NDArray[np.int32]) -> None:
-        """Stores what the context up to each position adds up to."""
         totals = np.cumsum(terms(self._read(table, 0, int(positions[-1]) + 1), 0))
         hidden[table[positions // hidden.shape[1]], positions % hidden.shape[1]] = totals[positions]
 
     def _seen(self, tables: NDArray[np.int32], length: int) -> list[NDArray[np.int64]]:
-        """Returns the entries that each layer group sees at position `length` - 1."""
         return [
             self._read(table, max(length - window, 0) if window else 0, length)
             for table, window in zip(tables, self._windows, strict=True)
         ]
 
     def _read(self, table: NDArray[np.int32], first: int, last: int) -> NDArray[np.int64]:
-        """Returns the entries at positions first:last of a sequence with this block table."""
         positions, size = np.arange(first, last), self.kv.shape[1]
         return self.kv[table[positions // size], positions % size]
 
@@ -398,7 +391,6 @@ class FakeUpdate:
 
 
 def first_allowed(token: int, words: Ints, vocab: int) -> int:
-    """Returns the token itself if the bitmask allows it, else the next one that it does."""
     allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), count=vocab, bitorder="little"))
     return int(allowed[np.searchsorted(allowed, token) % len(allowed)])
 

@@ -30,7 +30,6 @@ class KvFormat(NamedTuple):
     group: int = 0  # dimensions that share a scale; 0: all of a head
 
     def bytes(self, dims: int) -> int:
-        """Returns the bytes of one position and head with `dims` dimensions."""
         return dims * self.bits // 8 + self.scale_bytes * (dims // self.group if self.group else 1)
 
 
@@ -64,11 +63,9 @@ class KvFormats(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Returns both names as `--kv` takes them."""
         return self.keys if self.keys == self.values else f"{self.keys}:{self.values}"
 
     def check(self, spec: AttentionSpec) -> None:
-        """Raises ConfigError if a layer's keys and values have no place in these formats."""
         groups = [KV_FORMATS[side].group for side in self]
         if spec.v_dim and (any(groups) or self.keys != self.values):
             raise ConfigError(
@@ -92,14 +89,12 @@ class KvFormats(NamedTuple):
         return spec.kv_heads * (keys.bytes(spec.head_dim) + values.bytes(spec.head_dim)) + index
 
     def stored_keys(self, keys: Floats) -> Floats:
-        """Returns keys [..., D] as a cache gives them back."""
         if not KV_FORMATS[self.keys].group:
             return rounded(keys, self.keys)
         matrix = hadamard(keys.shape[-1])
         return rounded(keys @ matrix, self.keys) @ matrix
 
     def stored_values(self, values: Floats) -> Floats:
-        """Returns values [..., D] as a cache gives them back."""
         return rounded(values, self.values)
 
     def stored_mla(self, keys: Floats, v_dim: int) -> Floats:
@@ -121,7 +116,6 @@ def hadamard(dims: int) -> Floats:
 
 
 def rounded(x: Floats, name: str) -> Floats:
-    """Returns vectors [..., D] as a format rounds them."""
     if name == "int8":
         scale = np.abs(x).max(-1, keepdims=True) / np.float32(127)
         return np.asarray(np.rint(divided(x, scale)) * scale, np.float32)
@@ -140,5 +134,4 @@ def rounded_to_int4(x: Floats) -> Floats:
 
 
 def divided(x: Floats, scale: Floats) -> Floats:
-    """Returns x / scale; 0 where the scale is."""
     return np.asarray(np.where(scale == 0, 0, x / np.where(scale == 0, 1, scale)), np.float32)

@@ -23,7 +23,6 @@ def log_warning(note: str) -> None:
 
 
 def may_quantize(tensor: Tensor, kind: DeviceKind) -> bool:
-    """Returns whether `--quantize` changes the format of this tensor on such a device, if it is plain."""
     return precision_of(tensor) is not Precision.PLAIN and (kind.quantizes_heads or tensor.role not in MLA)
 
 

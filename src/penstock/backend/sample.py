@@ -30,7 +30,6 @@ MASS_OF_ONE = np.float32(2.0**40)  # the mass of the most likely token
 
 
 def sample(logits: Floats, batch: Batch, masks: Bitmasks | None = None) -> StepResult:
-    """Answers every row of the batch from its logits [S, vocab]; `masks` belong to its constrained positions."""
     tokens = choose(logits, batch.sample, masks).tolist()
     logprobs = [
         token_logprob(logits[s], tokens[s], top) if tokens[s] != NO_TOKEN else TokenLogprob(0, 0.0, ())
@@ -41,7 +40,6 @@ def sample(logits: Floats, batch: Batch, masks: Bitmasks | None = None) -> StepR
 
 
 def answers(batch: Batch, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> StepResult:
-    """Returns a step's result from the token of each position [S] and the logprobs of those that asked for them."""
     broken: tuple[int, ...] = ()
     if tokens and min(tokens) < 0:
         owners = np.searchsorted(batch.sample_start, np.flatnonzero(np.less(tokens, 0)), side="right") - 1
@@ -89,7 +87,6 @@ def apply_edit(logits: Floats, edit: LogitEdit) -> Floats:
 
 
 def apply_bitmask(logits: Floats, words: Ints) -> Floats:
-    """Returns one row of logits in which only the tokens whose bit is set stay possible."""
     allowed = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), count=len(logits), bitorder="little")
     return np.where(allowed == 1, logits, np.float32(-np.inf))
 
@@ -135,7 +132,6 @@ def _threshold(weights: Floats, top_k: int, top_p: float, min_p: float) -> float
 
 
 def token_logprob(logits: Floats, token: int, top: int) -> TokenLogprob:
-    """Returns the logprobs of a token and of the `top` most likely ones."""
     highest = float(logits.max())
     norm = highest + float(np.log(np.exp(logits - highest).sum(dtype=np.float64)))
     best = np.argsort(-logits, kind="stable")[:top]

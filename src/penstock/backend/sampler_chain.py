@@ -36,7 +36,6 @@ class Candidates(NamedTuple):
         return Candidates(self.tokens[kept], self.logits[kept])
 
     def keep_best(self, count: int) -> Candidates:
-        """Returns the `count` most likely."""
         return self if count >= len(self.logits) else self.keep(best(self.logits, count))
 
     def by_likelihood(self) -> Candidates:
@@ -84,7 +83,6 @@ def sampled_place(batch: Batch, position: int) -> tuple[int, int]:
 
 
 def _answered(answer: RowResult, behind: int, chosen: ChainChoice, logits: Floats, top: int) -> RowResult:
-    """Returns a row's answer with the token that was chosen for one of the positions that the row samples."""
     tokens, logprobs = list(answer.tokens), list(answer.logprobs)
     tokens[-behind] = chosen.token
     if top >= 0:

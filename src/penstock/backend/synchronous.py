@@ -80,7 +80,6 @@ class SynchronousBackend(Generic[P]):
 
 
 def program_of(programs: Mapping[int, T], batch: Batch) -> T:
-    """Returns the program that a batch runs. Raises ValueError if it is not loaded."""
     if batch.program not in programs:
         loaded = ", ".join(map(str, programs)) or "none"
         raise ValueError(f"program {batch.program} is not loaded: a batch runs one of those that are ({loaded})")

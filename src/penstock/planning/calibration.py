@@ -58,7 +58,6 @@ def measure(
 
 
 def calibration_of(config: Config) -> Calibration:
-    """Returns the sizes that the config's device declares; raises ConfigError if its speed is not measured."""
     sizes = device_kind(config.device).calibration
     if sizes is None:
         raise ConfigError(f"the speed of device {config.device} is not measured")
@@ -66,7 +65,6 @@ def calibration_of(config: Config) -> Calibration:
 
 
 def fixed_costs(config: Config, sizes: Calibration) -> tuple[float, float]:
-    """Returns the seconds of the host for a step, and the seconds of a layer without work."""
     few, many = 2, 34
     with opened(config, sizes.small, "F16", few) as backend:
         step, short = host_time(backend), backend.time_step(one_token(1), TIMES)
@@ -89,7 +87,6 @@ def attention_rates(config: Config, sizes: Calibration) -> tuple[float, float]:
 
 
 def matmul_times(config: Config, sizes: Calibration, kind: str, profile: MachineProfile) -> MatmulTimes:
-    """Measures products with weights of one format."""
     shape, format = sizes.large, kind
     if kind not in STORAGE and not kind.startswith(EXL3):
         config, format = replace(config, quantize=kind), "BF16"
@@ -165,13 +162,11 @@ def matrices(shape: LayerShape) -> dict[str, tuple[int, int]]:
 
 
 def one_token(at: int, rows: int = 1) -> Batch:
-    """Returns a batch in which each row decodes one token at position `at`, after a context of its own."""
     blocks = at // BLOCK + 1
     return greedy_batch([Chunk([1], at, range(row * blocks, (row + 1) * blocks), row, 1) for row in range(rows)])
 
 
 def prompt_of(tokens: int, at: int = 0) -> Batch:
-    """Returns a batch that prefills `tokens` tokens from position `at`."""
     return greedy_batch([Chunk([1] * tokens, at, range((at + tokens) // BLOCK + 1), sample=1)])
 
 

@@ -95,11 +95,9 @@ class Scorer:
         self._steps = 0
 
     def logits(self, windows: Sequence[Ints]) -> Floats:
-        """Returns the logits of the predictions, [predictions, vocab]."""
         return self._backend.logits(self._batch(windows))
 
     def scores(self, windows: Sequence[Ints]) -> Doubles:
-        """Returns the log-probabilities of the tokens that follow, [predictions]."""
         batch = self._batch(windows)
         targets = np.concatenate([followers(window) for window in windows])
         rows = replace(batch.sample, target=targets, logprobs=np.zeros(len(targets), np.int32))
@@ -140,7 +138,6 @@ def windows_of(
 
 
 def windows_in(checkpoint: Checkpoint, text: str, context: int, tokens: int) -> list[Ints]:
-    """Returns at most `tokens` tokens of the text, cut into windows for a model with this checkpoint."""
     if tokens < context:
         raise ConfigError(
             f"--tokens {tokens} is less than one window of {context} tokens: raise --tokens, or lower --context"
@@ -192,7 +189,6 @@ def measure_divergence(
 
 
 def compare(truth: Floats, answer: Floats, targets: Ints) -> Comparison:
-    """Compares logits [predictions, vocab] of two models."""
     found = []
     for first in range(0, len(truth), ROWS):
         part = slice(first, first + ROWS)
@@ -204,7 +200,6 @@ def compare(truth: Floats, answer: Floats, targets: Ints) -> Comparison:
 
 
 def log_softmax(logits: Floats) -> Doubles:
-    """Returns the log-probabilities of each row, in float64."""
     wide = logits.astype(np.float64)
     wide -= wide.max(axis=1, keepdims=True)
     wide -= np.log(np.exp(wide).sum(axis=1, keepdims=True))

@@ -34,7 +34,6 @@ class Speed(NamedTuple):
 
     @property
     def alone(self) -> float | None:
-        """Returns the tokens per second of one sequence."""
         return self.together.get(1)
 
 
@@ -62,7 +61,6 @@ def make_forecasts(config: Config, checkpoint: Checkpoint, prompt: int, profiler
 
 
 def make_forecast(config: Config, checkpoint: Checkpoint, prompt: int, profiler: Profiler) -> Forecast:
-    """Returns the forecast for a config with resolved defaults and prompts of `prompt` tokens."""
     draft = open_draft(config, checkpoint)
     checkpoint = beside(checkpoint, draft)
     backend, spec, stored = open_backend(config), checkpoint.spec, quantized(checkpoint, config, silent)
@@ -81,7 +79,6 @@ def silent(_: str) -> None: ...
 
 
 def forecast_speed(profile: MachineProfile, costs: ModelCosts, memory: MemoryPlan, prompt: int) -> Speed:
-    """Returns the speed of a model on a machine, for prompts of `prompt` tokens."""
     limits = memory.limits
     prompt = min(prompt, limits.max_len)
     context = min(prompt + ANSWER, limits.max_len)

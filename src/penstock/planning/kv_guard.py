@@ -86,19 +86,16 @@ def is_measured(config: Config, checkpoint: Checkpoint) -> bool:
 
 
 def guard_windows(checkpoint: Checkpoint) -> list[Ints]:
-    """Returns the windows of the measurement. Raises ModelError if the model has no tokenizer."""
     return windows_in(checkpoint, built_in_text(), min(CONTEXT, checkpoint.spec.max_len), GUARD_TOKENS)
 
 
 def measure(config: Config, checkpoint: Checkpoint, model: Model, backend: Backend, windows: Sequence[Ints]) -> KvLoss:
-    """Computes each window with both caches and compares the predictions of its second half."""
     found = [compare_window(config, checkpoint, model, backend, window) for window in windows]
     whole = summary(Comparison(*(np.concatenate(column) for column in zip(*found, strict=True))))
     return KvLoss(whole.mean, whole.error, whole.same_top)
 
 
 def compare_window(config: Config, checkpoint: Checkpoint, model: Model, backend: Backend, window: Ints) -> Comparison:
-    """Compares the predictions of a window's second half."""
     blocks = -(-len(window) // config.block_size)
     size = CacheSize(blocks, config.block_size, 1 if checkpoint.spec.recurrent else 0)
     batches = list(batches_of(window, config.step_tokens, blocks))
@@ -130,7 +127,6 @@ def kept_loss(config: Config, checkpoint: Checkpoint) -> KvLoss | None:
 
 
 def keep(config: Config, checkpoint: Checkpoint, loss: KvLoss) -> None:
-    """Keeps the loss for the next engine, if the folder is writable."""
     with suppress(OSError, ConfigError):
         path = kept_path(config, checkpoint)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,12 +136,10 @@ def keep(config: Config, checkpoint: Checkpoint, loss: KvLoss) -> None:
 
 
 def kept_path(config: Config, checkpoint: Checkpoint) -> Path:
-    """Returns the file of the loss of a model with a config's options."""
     options = json.dumps([config.kv, device_kind(config.device).name, config.quantize, *config.config])
     name = blake2b(options.encode(), digest_size=8).hexdigest()
     return packed_folder(checkpoint.path) / f"{name}{SUFFIX}"
 
 
 def kept_key(config: Config, checkpoint: Checkpoint) -> str:
-    """Returns the key of a measured loss, in addition to the options in its file's name."""
     return json.dumps([MEASURE, __version__, checkpoint.spec.max_len, [identity(file) for file in checkpoint.files]])

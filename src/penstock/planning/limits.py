@@ -27,9 +27,9 @@ def resolve(
     state_bytes: int = 0,
 ) -> Limits:
     """Returns the limits of a config with all defaults filled in, for a model with `context` positions, where KV and
-    states may take `memory` bytes. A token costs `kv_bytes` in one layer group, `windows` has the window of each group,
-    and a sequence has `state_bytes` besides. An `encoder` computes its whole prompt in one step and needs room for what
-    two steps compute."""
+    states may take `memory` bytes. A token costs `kv_bytes` in one layer group, `windows` has each group's window, and
+    a sequence also has `state_bytes`. An `encoder` computes its whole prompt in one step and needs room for the results
+    of two steps."""
     if config.max_len > context and not config.max_len_for_all:
         raise ConfigError(f"max_len {config.max_len} is beyond the model's context of {context} tokens: lower max_len")
     max_len = min(config.max_len or context, context)
@@ -69,7 +69,6 @@ def resolve(
 
 
 def _longest(most: int, num_blocks: int, needed: Callable[[int], int]) -> int:
-    """Returns the longest context of one sequence that needs `needed(tokens)` blocks, at most `most` tokens."""
     return bisect_right(range(1, most + 1), num_blocks, key=needed)
 
 

@@ -44,20 +44,16 @@ class MemoryPlan:
 
     @property
     def states(self) -> int:
-        """Returns the bytes of all recurrent states, saved ones included."""
         return all_states(self.limits) * self.footprint.state
 
     def sequence_blocks(self, tokens: int) -> int:
-        """Returns how many KV blocks a sequence of `tokens` tokens holds while it is answered."""
         return blocks_for(tokens, self.limits.windows, self.limits.block_size)
 
     def sequence_bytes(self, tokens: int) -> int:
-        """Returns the bytes of KV that a sequence of `tokens` tokens holds while it is answered."""
         return self.sequence_blocks(tokens) * self.limits.block_size * self.group_token
 
     @property
     def whole_sequences(self) -> int:
-        """Returns how many sequences of the maximum length fit at once."""
         return max(self.limits.num_blocks // self.sequence_blocks(self.limits.max_len), 1)
 
     def lines(self) -> Iterator[str]:
@@ -82,7 +78,6 @@ class MemoryPlan:
         yield from (f"  note: {note}" for note in self.notes)
 
     def _weights_remark(self) -> str:
-        """Returns the share of a draft model or head in the weights."""
         drafting = self.footprint.draft_weights
         return f"{gigabytes(drafting)} of them for drafts" if drafting else ""
 
@@ -98,7 +93,6 @@ class MemoryPlan:
         return max(self.footprint.reserve - (self.kv_ram if self.on_host else 0), 0)
 
     def _cache_remark(self) -> str:
-        """Describes the cache; if layers have windows, also the size of a sequence without them."""
         limits, token = self.limits, self.footprint.kv_token
         fit = f"{self.whole_sequences} x {limits.max_len:,}"
         if not any(limits.windows):
@@ -108,7 +102,6 @@ class MemoryPlan:
 
 
 def footprint_of(backend: Tuner, stored: Checkpoint, draft: Checkpoint | None) -> Footprint:
-    """Predicts the memory of a model and its draft model. Both are given as they are stored."""
     alone = backend.footprint(stored.spec, stored.tensors.values())
     return alone if draft is None else alone.with_draft(backend.footprint(draft.spec, draft.tensors.values()))
 
@@ -174,7 +167,6 @@ def check_machine(config: Config, cache: int) -> None:
 
 
 def missing_tiers(config: Config, limits: Limits) -> Iterator[str]:
-    """Yields a line for each KV tier that was requested for a model without KV."""
     if not limits.encoder:
         return
     if config.kv_ram not in (AUTO, "0"):
@@ -222,10 +214,8 @@ def block_token(spec: ModelSpec, kv_token: int, draft_token: int) -> int:
 
 
 def all_states(limits: Limits) -> int:
-    """Returns how many recurrent states are reserved: one for each row, and the saved ones; 0: the model has none."""
     return limits.max_rows + limits.states if limits.states else 0
 
 
 def gigabytes(size: int) -> str:
-    """Returns a number of bytes for people to read, in units of 10^9."""
     return f"{size / 1e9:.2f} GB"

@@ -42,7 +42,7 @@ class MachineProfile(NamedTuple):
     layer: float  # seconds of any layer, independent of its size
     cache: float  # bytes of the KV cache read per second while decoding
     scores: float  # multiply-adds per second in the attention of prompts
-    matmuls: Mapping[str, MatmulTimes]  # by stored format
+    matmuls: Mapping[str, MatmulTimes]  # keys: stored formats
     busy: float = 0.0  # share of the machine that other processes used while it was measured
 
 
@@ -78,7 +78,6 @@ class ModelCosts(NamedTuple):
 def model_costs(
     spec: ModelSpec, tensors: Mapping[str, Tensor], stored_as: Callable[[Tensor], StoredAs], kv_token: int
 ) -> ModelCosts:
-    """Returns the costs of a model whose `tensors` are given by canonical name."""
     sums: Counter[tuple[str, float, bool]] = Counter()
     for name, share, sampled in used_matrices(spec, tensors):
         sums[stored_as(tensors[name]).kind, share, sampled] += prod(tensors[name].shape)
@@ -103,7 +102,6 @@ def used_matrices(spec: ModelSpec, tensors: Mapping[str, Tensor]) -> Iterator[tu
 
 
 def matmul_time(profile: MachineProfile, costs: ModelCosts, tokens: int, sampled: int) -> float:
-    """Returns the seconds of all products of a step with `tokens` tokens, of which `sampled` need logits."""
     return sum(
         group_time(profile.matmuls[group.kind], group, sampled if group.sampled else tokens)
         for group in costs.weight_groups
@@ -118,7 +116,6 @@ def group_time(times: MatmulTimes, group: WeightGroup, rows: int) -> float:
 
 
 def decode_time(profile: MachineProfile, costs: ModelCosts, rows: int, context: int) -> float:
-    """Returns the seconds of a step in which every row decodes one token after `context` others."""
     seen = sum(min(context, window or context) for window in costs.windows) / max(len(costs.windows), 1)
     cache = rows * (seen * costs.kv_token + 2 * costs.state) / profile.cache
     return max(profile.step, costs.layers * profile.layer + matmul_time(profile, costs, rows, rows) + cache)

@@ -33,7 +33,6 @@ class KvFile:
         return int.from_bytes(self._header[SIZE_AT : SIZE_AT + 8], "little")
 
     def take(self, size: int) -> mmap:
-        """Returns the next `size` bytes of the file."""
         start = -(-self.end // ALLOCATIONGRANULARITY) * ALLOCATIONGRANULARITY
         self._grow(start + size)
         self.end = start + size

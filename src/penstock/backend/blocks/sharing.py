@@ -13,8 +13,7 @@ class SharedRoom(Protocol):
     places: int
 
     def write(self, blocks: Sequence[int], places: Sequence[int]) -> list[int]:
-        """Copies blocks to places, after all launched steps, and waits for that. Returns each block's checksum
-        (block_checksum.py)."""
+        """Copies blocks to places after all launched steps and waits; returns each block's checksum (checksum.py)."""
 
     def close(self) -> None: ...
 
@@ -23,8 +22,7 @@ class OpenedRoom(Protocol):
     """Is the shared room of another process."""
 
     def read(self, places: Sequence[int], blocks: Sequence[int]) -> list[int]:
-        """Copies places to own blocks, after all launched steps, and waits for that. Returns the checksum of what each
-        block has got."""
+        """Copies places to own blocks after all launched steps and waits; returns the checksum of each copy."""
 
     def close(self) -> None: ...
 

@@ -39,7 +39,6 @@ class NativeAdapters:
 
 
 def quantized_matrix(values: Floats) -> Weight:
-    """Packs a matrix as Q8_0."""
     rows, width = values.shape
     codes = np.empty(values.size // BLOCK * FORMATS["Q8_0"].bytes, np.uint8)
     quantize("F32", np.ascontiguousarray(values).reshape(-1).view(np.uint8), "Q8_0", codes, threads=1)

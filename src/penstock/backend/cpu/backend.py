@@ -99,7 +99,6 @@ class CpuProgram:
         return out
 
     def _read_answers(self, rows: NDArray[np.int64]) -> Floats:
-        """Returns some of the logits that the last step computed: [rows, vocab]."""
         out = np.empty((len(rows), self._answer.width), np.float32)
         self.native.read_answers(rows.astype(np.int32), out)
         return out
@@ -187,7 +186,6 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
             self._kv_file.end = file.end
 
     def logits(self, batch: Batch) -> Floats:
-        """Runs the forward pass of a step; returns its answer, [S, vocab]."""
         return self._program_of(batch).logits(batch)
 
     def _compute(self, batch: Batch, masks: Bitmasks | None) -> StepResult:
@@ -227,8 +225,8 @@ class CpuBackend(SynchronousBackend[CpuProgram]):
         return np.concatenate([program.logits(batch) for batch in batches])
 
     def _native_beside(self, kv: KvFormats | None = None) -> _native.Program:
-        """Returns a native program that shares the threads of the first, with a KV cache in these formats or the
-        same."""
+        """Returns a native program that shares the first one's threads, with a KV cache in these formats, by default
+        the first one's."""
         first = self._first
         return _native.Program(first.isa, first.threads, (kv or self._kv).name, first)
 

@@ -110,5 +110,4 @@ class NativeStates:
 
 
 def _by_block(data: bytes | memoryview, blocks: int) -> NDArray[np.uint8]:
-    """Returns the bytes as [blocks, bytes of one]."""
     return np.frombuffer(data, np.uint8).reshape(blocks, -1)

@@ -37,7 +37,6 @@ class PackedFile:
         self.exists = cache.path.exists()
 
     def add(self, weight: Weight, parts: Sequence[Tensor]) -> None:
-        """Adds a weight, whether it is packed already or will be read."""
         self._weights.append(weight)
         self._described.append((weight.width, [(part.format.name, part.shape[0], part.name) for part in parts]))
 

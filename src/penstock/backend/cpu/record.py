@@ -37,7 +37,6 @@ class Emitter:
         self._angles: dict[tuple[tuple[float, ...], float], int] = {}
 
     def emit(self, recorded: program.Program) -> None:
-        """Adds all nodes, and names the buffers that are read after a step."""
         for node in recorded.nodes:
             if node.op in ("attend", "attend_mla"):
                 self.angles(node.attributes["spec"].rope)  # computed once, before all layers
@@ -51,7 +50,6 @@ class Emitter:
         self.native.answer(buffers[recorded.answer_buffer])
 
     def angles(self, rope: RopeSpec) -> int:
-        """Returns the buffer of a rotation's cosines and sines."""
         if not rope.inv_freq:
             return NO_ROTATION
         key = (rope.inv_freq, rope.scale)
@@ -61,8 +59,8 @@ class Emitter:
 
 
 def record(model: Model, native: NativeProgram, kv: KvFormats) -> tuple[Value, Value | None]:
-    """Adds the model's forward pass to the native program; returns its answer and the hidden states that are pooled.
-    Raises ConfigError if a layer has no place in a KV cache in these formats."""
+    """Adds the model's forward pass to the native program; returns its answer and the pooled hidden states. Raises
+    ConfigError if a layer does not fit these KV formats."""
     recorded = program.record(model, capabilities(native))
     for node in recorded.nodes:
         if node.op in ("attend", "attend_mla"):
@@ -85,7 +83,6 @@ def capabilities(native: NativeProgram) -> Capabilities:
 
 
 def fuses_gate(weight: Weight, act: str) -> bool:
-    """Returns whether one kernel computes a product with this weight and the gate after it."""
     return act == "silu" and weight.gateable
 
 
@@ -375,7 +372,6 @@ def taps_of(conv: Floats, conv_width: int) -> Floats:
 
 
 def or_none(vector: Floats | None) -> Floats:
-    """Returns a vector; an empty one for None."""
     return np.zeros(0, np.float32) if vector is None else vector
 
 

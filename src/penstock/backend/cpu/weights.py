@@ -54,7 +54,6 @@ class Packing:
         self._values: dict[Format, int] = {}  # packed so far
 
     def matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Weight:
-        """Packs a matrix made of parts, one below the other."""
         return self._matrix(parts, bias, all(map(trellis_of, parts)))
 
     def _matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None], in_trellis: bool) -> Weight:
@@ -117,7 +116,6 @@ class Packing:
         return widened(part)
 
     def log_growth(self) -> None:
-        """Logs formats that take more memory than in their files."""
         grown = {format: packed_bits(format.name) / 8 for format in self._values}
         grown = {format: size for format, size in grown.items() if size > NOTED_GROWTH * format.bytes / format.values}
         if grown:
@@ -167,7 +165,6 @@ def tiles_of(part: Tensor) -> Tensor:
 
 
 def stored_as(tensor: Tensor) -> StoredAs:
-    """Returns the format that `Packing` stores the tensor in."""
     if len(tensor.shape) == 1:
         return StoredAs("F32", 32)
     if trellis := trellis_of(tensor):
@@ -178,12 +175,10 @@ def stored_as(tensor: Tensor) -> StoredAs:
 
 
 def widened(part: Tensor) -> Tensor:
-    """Returns the part in BF16."""
     return replace(part, format=FORMATS["BF16"], source=partial(widened_rows, part), scales=None)
 
 
 def widened_rows(part: Tensor, first: int, last: int) -> Bytes:
-    """Returns rows `first` to `last` in BF16."""
     width = part.shape[1]
     out = np.empty((last - first, width), np.uint16)
     step = max(CHUNK_VALUES // width, 1)
@@ -201,7 +196,6 @@ def bf16_of(values: Floats) -> NDArray[np.uint16]:
 
 
 def pack_vector(tensor: Tensor) -> Floats:
-    """Returns a vector as float32."""
     return np.ascontiguousarray(dequantize(tensor), dtype=np.float32)
 
 

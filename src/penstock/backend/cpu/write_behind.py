@@ -34,11 +34,9 @@ class WriteBehind:
         self._unwritten.append(file.write())
 
     def pause(self) -> None:
-        """Holds the writing up: a step begins."""
         self._resumes = inf
 
     def resume(self) -> None:
-        """Resumes writing soon: a step has ended."""
         self._resumes = time.monotonic() + QUIET_SECONDS
         if self._thread is None:
             self._thread = threading.Thread(target=self._write, name="penstock-write-behind", daemon=True)

@@ -25,7 +25,6 @@ NO_TILES = AdapterTiles(np.zeros((0, 4), np.int32), *[np.zeros(0, np.int32)] * 3
 
 
 def adapter_tiles(batch: Batch, size: int) -> AdapterTiles:
-    """Divides a batch into tiles of at most `size` tokens."""
     if not len(batch.adapters) or batch.adapters.max() < 0:
         return NO_TILES
     slots = batch.adapter_rows

@@ -241,7 +241,6 @@ class CudaAdapters:
     # -- in steps ------------------------------------------------------------------------------------------------
 
     def product(self, weight: Any, *, gated: bool, sampled: bool) -> AdaptedProduct:
-        """Returns the updates of products with a weight: for all tokens, or for the sampled ones."""
         number = self._weights.setdefault(id(weight), len(self._known))
         if number == len(self._known):
             self._known.append(WeightSizes(weight, gated and not self._fixed, sampled))
@@ -269,7 +268,6 @@ class CudaAdapters:
 
     @property
     def low_rank(self) -> Any:
-        """Returns memory for what one `shrink` leaves for its `expand`."""
         return self._low_rank
 
 
@@ -292,11 +290,9 @@ class AdaptedProduct:
         return True
 
     def updates(self, step: DeviceInputs) -> ProductUpdates | None:
-        """Returns the arguments of a product that adds the updates itself, after `shrink`; None if it cannot."""
         return None if self._sampled else self._adapters.updates(self._number, step)
 
     def expand(self, step: DeviceInputs, width: int, out: Any) -> None:
-        """Adds the updates to the product `out`, of rows of this `width`."""
         expand(self._adapters.low_rank, width, self._rows(step), self._adapters.weight(self._number), out, out)
 
     def expand_gated(

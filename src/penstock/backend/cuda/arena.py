@@ -22,7 +22,7 @@ from penstock.errors import OutOfMemory
 ALIGNMENT = 512  # bytes, as torch's own
 SHARED_BYTES = 16 << 20  # a segment for small tensors
 SMALL_BYTES = 1 << 20  # tensors below this are small
-MOVED_BYTES = 1 << 30  # torch gives memory back after so much of it was moved
+MOVED_BYTES = 1 << 30  # bytes to move before torch releases its cached memory
 HOST_SPARE = 1 << 30  # host memory that sleeping leaves to others
 
 
@@ -56,7 +56,7 @@ class MemoryDriver(Protocol):
     def synchronize(self) -> None: ...
 
     def tensor(self, range: Any) -> Any:
-        """Returns a segment's bytes as a tensor, as long as which the segment lives."""
+        """Returns a segment's bytes as a tensor, which keeps the segment alive."""
 
 
 class MemorySegment:
@@ -105,7 +105,7 @@ class MemorySegment:
         if sys.is_finalizing():  # the driver frees what the process has
             return
         if self._handle is not None:
-            self._driver.synchronize()  # what is queued may still use it
+            self._driver.synchronize()  # queued work may still use it
             self.unmap()
         if self.address:
             self._driver.free(self.address, self.size)
@@ -164,7 +164,7 @@ class Arena:
         storages: dict[int, dict[int, Any]] = {}  # tensors by address and identity
         for tensor in tensors_in(owner):
             if tensor.device == self.device and tensor.untyped_storage().nbytes():
-                viewed = () if tensor._base is None else (tensor._base,)  # a view keeps what it was made of
+                viewed = () if tensor._base is None else (tensor._base,)  # a view keeps its base
                 sharing = storages.setdefault(tensor.untyped_storage().data_ptr(), {})
                 sharing.update({id(each): each for each in (tensor, *viewed)})
         moved = 0
@@ -176,8 +176,8 @@ class Arena:
         release_cached(self.device)
 
     def sleep(self) -> None:
-        """Copies what is kept to host memory and gives all device memory back; raises OutOfMemory where the host has
-        too little. Nothing may use the tensors until `wake`."""
+        """Copies kept tensors to host memory and frees all device memory. Raises OutOfMemory if the host has too
+        little. Nothing may use the tensors until `wake`."""
         assert self._driver is not None
         kept = [segment for segment in self._segments if segment.kept and segment.mapped]
         needed = sum(segment.size for segment in kept if not segment.host)
@@ -210,8 +210,7 @@ class Arena:
         self._driver.synchronize()
 
     def _bytes(self, size: int, kept: bool) -> Any:
-        """Returns at least so many bytes. Those of small tensors come from a segment that they share; they are given
-        back when all of them are."""
+        """Returns at least `size` bytes. Small tensors share a segment, which is freed with the last of them."""
         if size >= SMALL_BYTES:
             return self._new_segment(size, kept)
         shared, taken = self._shared.get(kept, (None, SHARED_BYTES))
@@ -244,7 +243,6 @@ class Arena:
         return any(segment.address <= address < segment.address + segment.size for segment in self._segments)
 
     def _move(self, tensors: Sequence[Any]) -> int:
-        """Moves tensors of one storage; returns its bytes."""
         storage = tensors[0].untyped_storage()
         size = storage.nbytes()
         target = self.empty((size,), torch.uint8)
@@ -256,7 +254,6 @@ class Arena:
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
-    """Yields each tensor in dataclasses, tuples, lists and dicts once."""
     seen = set() if seen is None else seen
     if id(value) in seen:
         return
@@ -269,7 +266,6 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Any]:
 
 
 def parts_of(value: Any) -> Iterable[Any]:
-    """Returns what a dataclass or a collection consists of; nothing for other values."""
     if is_dataclass(value) and not isinstance(value, type):
         return [getattr(value, field.name) for field in fields(value)]
     if isinstance(value, Mapping):
@@ -278,7 +274,6 @@ def parts_of(value: Any) -> Iterable[Any]:
 
 
 def release_cached(device: torch.device) -> None:
-    """Has torch give back memory that it keeps for later."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.empty_cache()

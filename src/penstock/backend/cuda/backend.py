@@ -221,7 +221,6 @@ class CudaBackend:
         return self._gpu.is_lost()
 
     def logits(self, batch: Batch) -> Floats:
-        """Returns the logits of the sampled positions: [S, vocab]."""
         program = program_of(self._programs, batch)
         with self._gpu.on_stream():
             computed = self._steps.forward(program, batch)
@@ -252,13 +251,11 @@ class CudaBackend:
 
 
 def tilings_of(device: torch.device, deterministic: bool) -> Tilings:
-    """Returns the tilings of a device: fixed ones, or those that were measured."""
     properties = device_properties(device)
     return Tilings(properties, fixed=True) if deterministic else Tilings.of(properties)
 
 
 def check_formats(quantize: str, kv: str, tilings: Tilings) -> None:
-    """Raises ConfigError for formats that the device does not compute with."""
     if quantize not in ("", "fp8", "int4"):
         raise ConfigError(f"weights can be quantized to fp8 or int4; got {quantize!r}")
     if "fp8" in (quantize, *kv_parts(kv)) and not tilings.device.has_fp8:

@@ -41,12 +41,10 @@ class CudaMemory(ABC):
         return f"cuda 1, {'; '.join([*self._layouts(), *(['deterministic'] if self._fixed else [])])}"
 
     @abstractmethod
-    def _caches(self) -> list[LayerCache]:
-        """Returns the parts of blocks, once they are reserved."""
+    def _caches(self) -> list[LayerCache]: ...
 
     @abstractmethod
-    def _layouts(self) -> list[str]:
-        """Says in words what blocks consist of."""
+    def _layouts(self) -> list[str]: ...
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         with self._on_stream():
@@ -95,7 +93,6 @@ class CudaBlocks(CudaMemory):
         self._hidden = hidden
 
     def rows(self) -> KvRows:
-        """Returns whole blocks, once they are reserved."""
         return KvRows(self._by_block(), self._device, self._on_stream)
 
     def _layouts(self) -> list[str]:

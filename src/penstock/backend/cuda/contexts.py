@@ -51,12 +51,10 @@ class PromptSizes(NamedTuple):
 
     @property
     def blocks(self) -> Ints:
-        """Returns how many blocks each context takes."""
         return -(-self.lengths // BLOCK)
 
 
 def place_contexts(batch: Batch, rows: Ints, sizes: PromptSizes, room: int) -> ExpandedContexts:
-    """Places the contexts of these rows in a step with `room` blocks."""
     blocks = sizes.blocks
     first = np.cumsum(blocks) - blocks
     starts = np.zeros(len(batch.row_start) - 1, np.int32)

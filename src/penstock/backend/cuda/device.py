@@ -73,7 +73,6 @@ def open_cuda(
 
 
 def tune(report: Callable[[str], None]) -> Path:
-    """Measures the tilings of the first GPU; raises ConfigError if there is none."""
     if not has_gpu():
         raise ConfigError("--tune measures kernels on an NVIDIA GPU: none that torch and triton can use is here")
     from penstock.backend.cuda.tune import tune

@@ -169,7 +169,6 @@ class Tilings:
 
     @remembered
     def hopper_mla(self, nope: int, rope: int, values: int) -> HopperAttentionTiling | None:
-        """Returns None where only the kernel for every GPU runs."""
         return tilings.hopper_mla_tiling(self.device, nope, rope, values)
 
     @remembered
@@ -178,7 +177,6 @@ class Tilings:
 
     @remembered
     def expand_latents(self, nope: int, values: int, itemsize: int) -> int:
-        """Returns how many stages the projection of latents has."""
         return tilings.expand_latents_stages(self.device, nope, values, itemsize)
 
 

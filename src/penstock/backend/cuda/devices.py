@@ -14,7 +14,6 @@ from penstock.errors import ConfigError
 
 
 def gpu_count() -> int:
-    """Returns how many GPUs torch can use."""
     return int(torch.cuda.device_count()) if torch.cuda.is_available() else 0
 
 

@@ -1,4 +1,4 @@
-"""Calls the CUDA driver for what torch has no interface to: addresses that stay while their memory comes and goes.
+"""Calls the CUDA driver for addresses that stay while their memory comes and goes, which torch does not offer.
 
 Kernels and graphs hold addresses. A range of addresses is reserved once, and memory is mapped to it, taken away and
 mapped again (https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html).
@@ -170,11 +170,9 @@ class CudaDriver:
         return address.value
 
     def release(self, address: int) -> None:
-        """Gives back what `allocate` returned."""
         self._call_on_device("cuMemFree_v2", address)
 
     def export_handle(self, address: int) -> bytes:
-        """Returns what another process opens allocated memory with."""
         handle = IpcHandle()
         self._call_on_device("cuIpcGetMemHandle", byref(handle), address)
         return bytes(handle.reserved)
@@ -188,7 +186,6 @@ class CudaDriver:
         return address.value
 
     def close_handle(self, address: int) -> None:
-        """Lets go of memory that `open_handle` returned."""
         self._call_on_device("cuIpcCloseMemHandle", address)
 
     def synchronize(self) -> None:
@@ -207,7 +204,7 @@ class CudaDriver:
             self._call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
     def _call(self, name: str, *arguments: Any) -> None:
-        """Calls the driver; raises DriverError for what it answers."""
+        """Calls the driver; raises DriverError on failure."""
         code = getattr(self._library, name)(*arguments)
         if code in (0, ENDED):
             return
@@ -217,7 +214,7 @@ class CudaDriver:
 
 
 def open_library() -> ctypes.CDLL:
-    """Opens the driver's library, which torch has loaded already, and says what its functions take."""
+    """Opens the driver's library, which torch has loaded already, and declares the arguments of its functions."""
     library = ctypes.CDLL("libcuda.so.1")
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)

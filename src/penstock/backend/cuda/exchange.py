@@ -71,7 +71,6 @@ def copies(loaded: Any, new: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def leaves(weight: Any) -> Iterator[Any]:
-    """Yields the tensors and numbers that a packed weight is made of."""
     if isinstance(weight, SHARED):
         return
     if isinstance(weight, Mapping):

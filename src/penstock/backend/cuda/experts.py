@@ -57,8 +57,7 @@ class ExpertMatrices(Protocol):
 
     def by_pairs(self, rows: ExpertRows, out: Any, gated: bool = False) -> None: ...
 
-    def by_blocks(self, rows: ExpertRows, permutation: ExpertPermutation, size: int, out: Any) -> None:
-        """Computes blocks of `size` pairs that have the same expert."""
+    def by_blocks(self, rows: ExpertRows, permutation: ExpertPermutation, size: int, out: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +159,6 @@ def weighted_rows(x: Any, selected: Any, weights: Any, scratch: Any) -> ExpertRo
 
 
 def activate(both: Any, hidden: Any, spec: ExpertSpec) -> None:
-    """Computes what goes into the second matrices of experts."""
     if spec.gated:
         act_and_mul(both, hidden, act=spec.act)
     else:
@@ -211,7 +209,6 @@ def pack_quantized_experts(parts: Sequence[Tensor], bias: Any | None, workspace:
 
 
 def pack_fp8_experts(parts: Sequence[Tensor], bias: Any | None, workspace: Workspace) -> Fp8Experts:
-    """Packs parts in F8_E4M3."""
     scales, rows = scales_of(parts), sum(part.shape[0] for part in parts)
     values = workspace.arena.empty((rows, parts[0].shape[1]), torch.float8_e4m3fn)
     send_codes(parts, values, workspace.transfer)

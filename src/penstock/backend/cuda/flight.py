@@ -59,7 +59,6 @@ class SampledTokens:
         self._turn = 0
 
     def next(self) -> Any:
-        """Returns the place for the tokens of the next step, on the device: [T]."""
         self._turn = (self._turn + 1) % IN_FLIGHT
         return self._chosen[self._turn]
 

@@ -46,7 +46,6 @@ class Fp8Matrix:
         return int(self.weight.width)
 
     def _has_many(self, count: int) -> bool:
-        """Returns whether activations of `count` rows are quantized in any case."""
         return count > SMALL_GEMM_ROWS or self.workspace.tilings.fixed
 
 
@@ -159,7 +158,6 @@ class BlockScaledFp8(Fp8Matrix):
 
 
 def pack_fp8(parts: Sequence[Tensor], bias: Any | None, workspace: Workspace) -> RowScaledFp8 | BlockScaledFp8:
-    """Packs parts in F8_E4M3 as one weight."""
     width, found = parts[0].shape[1], scales_of(parts)
     rows = sum(part.shape[0] for part in parts)
     values = workspace.arena.empty((fp8_room(rows), width), torch.float8_e4m3fn)[:rows]
@@ -182,7 +180,6 @@ def scales_of(parts: Sequence[Tensor]) -> Any:
 
 
 def send_codes(parts: Sequence[Tensor], target: Any, transfer: Transfer) -> None:
-    """Copies the codes of all parts to the device, one below the other."""
     at = 0
     for part in parts:
         transfer.send(part.data, target[at : at + part.shape[0]])
@@ -195,7 +192,6 @@ def stacked_scales(parts: Sequence[Tensor], columns: int) -> Any:
 
 
 def part_scales(part: Tensor, columns: int) -> Floats:
-    """Returns a scale for every `columns` columns of each row: [rows, width / columns]."""
     rows, width = part.shape
     first = np.arange(0, width, columns)
     if part.scales is None:

@@ -63,7 +63,6 @@ class Gpu:
         return MemoryOfGpu(*map(int, torch.cuda.mem_get_info(self.device)))
 
     def release_cached(self) -> None:
-        """Gives back the memory that torch keeps for later."""
         if self.stream is not None:
             with self.on_device():
                 torch.cuda.empty_cache()
@@ -73,7 +72,6 @@ class Gpu:
 
     @contextmanager
     def reserving(self, what: str) -> Iterator[None]:
-        """Allocates on the device; raises OutOfMemory for an error that a shortage of memory explains."""
         with self.on_device(), self.shortage(what):
             yield
 

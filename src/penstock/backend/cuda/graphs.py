@@ -29,7 +29,6 @@ MOST_IN_RUNS, MOST_ALONE = 384, 64  # tokens of steps with drafts, if a row's to
 
 
 def bucket_decode_rows(rows: int) -> int:
-    """Returns how many rows a step without prompts is padded to."""
     for size in (1, 2, 4, 8, 16):
         if rows <= size:
             return size
@@ -37,7 +36,6 @@ def bucket_decode_rows(rows: int) -> int:
 
 
 def padded_sizes(rows: int) -> list[int]:
-    """Returns the sizes that steps of at most `rows` tokens without prompts are padded to."""
     return list(dict.fromkeys(bucket_decode_rows(count) for count in range(1, rows + 1)))
 
 
@@ -109,16 +107,15 @@ def bucket_adapter_tiles(tiles: int, tokens: int) -> int:
 
 
 def round_up(value: int, to: int) -> int:
-    """Returns the next multiple of `to`."""
     return -(-value // to) * to
 
 
 def common_shapes(
     rows: int, tokens: int, budget: int, run_sizes: Sequence[int], spare: int = SPARE_SPLITS
 ) -> Iterator[Shape]:
-    """Yields the usual shapes of steps with at most `rows` rows and `tokens` tokens, the likeliest first: prompts, then
-    answers, then both, with up to `budget` tokens while 64 rows answer, then answers that share prefixes, then drafts,
-    in runs of these sizes."""
+    """Yields the usual shapes of steps with at most `rows` rows and `tokens` tokens, the likeliest first: prompts,
+    answers, both (up to `budget` tokens while 64 rows answer), answers that share prefixes, and drafts in runs of these
+    sizes."""
     pad = partial(padded, spare=spare)
     sizes = padded_sizes(rows)
     many = dict.fromkeys(bucket_mixed_rows(count) for count in range(1, rows + 1))
@@ -145,9 +142,9 @@ def draft_shapes(
 
 
 def of_each_kind(shapes: Sequence[Shape]) -> list[Shape]:
-    """Returns some of the shapes, which launch the kernels of all. Products differ by the number of
-    tokens, up to twice as many; attention by the parts of a step; and Triton compiles a kernel twice if an argument
-    is a multiple of 16 only in some steps."""
+    """Returns a few of the shapes, which together launch every kernel. Products vary with the next power of two of the
+    token count, attention with the parts of a step; Triton compiles a kernel twice if an argument is a multiple of 16
+    only in some steps."""
     kinds: dict[tuple[object, ...], list[Shape]] = {}
     sizes: dict[int, Shape] = {}
     for shape in shapes:
@@ -169,7 +166,6 @@ class Graphs:
         self._seen: set[Shape] = set()
 
     def run(self, shape: Shape, step: DeviceInputs) -> Any:
-        """Runs the forward pass of a step; returns its answer, [S, *]."""
         if not self._capture or shape != padded(shape, self._program.spare_splits):
             return self.launch(step)
         if shape not in self._seen:
@@ -181,7 +177,6 @@ class Graphs:
         return self._program.answer_of(shape.sampled)
 
     def launch(self, step: DeviceInputs) -> Any:
-        """Runs the forward pass of a step without a graph; returns its answer, [S, *]."""
         self._program.run_tokens(step)
         return self._program.run_sampled(step, len(step.sampled))
 

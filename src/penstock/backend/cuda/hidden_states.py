@@ -40,7 +40,6 @@ class HiddenStates:
         return sum(self._widths.values()) * int(self._dtype.itemsize)
 
     def reserve(self, size: tuple[int, int]) -> None:
-        """Makes room in `size` (blocks, positions of each)."""
         self._arrays = {kind: self._arena.zeros((*size, width), self._dtype) for kind, width in self._widths.items()}
 
     def free(self) -> None:
@@ -91,7 +90,6 @@ class HiddenPlaces:
         self._numbers.copy_(self._staged[turn], non_blocking=True)
 
     def of(self, rows: StoredRows, count: int) -> Any:
-        """Returns the places of `count` rows: [count]."""
         return self._numbers[self._stores.index(rows), :count]
 
 

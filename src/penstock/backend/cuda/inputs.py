@@ -76,12 +76,11 @@ def plan_attention(
     expansion: MlaExpansion | KvExpansion | None = None,
     spare: int = SPARE_SPLITS,
 ) -> AttentionPlan:
-    """Divides the batch's attention into splits and tiles, and its tokens by adapters. `pad` makes the step's shape of
-    the batch's own. Where all rows decode or verify drafts, and have at most `most_decodes` tokens together, they
-    attend in runs of one of the `run_sizes`. With `sharing`, rows that decode attend together to prefixes that they
-    have in common. With `expansion`, contexts of prompts may be expanded. For MLA these must come after all other rows;
-    heads have keys of their own then, and `tile_tokens` does not count. `spare` splits may be made beyond one for each
-    run."""
+    """Divides the batch's attention into splits and tiles, and its tokens by adapters. `pad` turns the batch's shape
+    into the step's. If all rows decode or verify drafts and have at most `most_decodes` tokens together, they attend in
+    runs of one of the `run_sizes`. With `sharing`, decoding rows attend together to common prefixes. With `expansion`,
+    contexts of prompts may be expanded; for MLA they must come after all other rows, and `tile_tokens` does not count,
+    because heads then have their own keys. At most `spare` splits are made beyond one for each run."""
     counts = np.diff(batch.row_start)
     verifies = only_verifies(batch, counts, most_decodes)
     rows = np.flatnonzero((counts > 0) if verifies else counts == 1).astype(np.int32)
@@ -122,9 +121,9 @@ def split_shared(shared: SharedPrefixes, rows: Ints) -> Ints:
 
 
 def only_verifies(batch: Batch, counts: Ints, most: int) -> bool:
-    """Returns whether some rows of a step verify drafts, and all others decode: rows of several tokens that sample more
-    than one of them, and are not the beginning of a prompt. A row of few tokens counts as such a row: a draft model has
-    two after a draft that was wholly accepted, a head all that were accepted. The step has at most `most` tokens."""
+    """Returns True if some rows of a step verify drafts (several tokens, more than one of them sampled, not the
+    beginning of a prompt) and all others decode. A row of few tokens counts as verifying: a draft model has two after a
+    fully accepted draft, a head has all accepted ones. The step has at most `most` tokens."""
     several = counts > 1
     if not several.any() or len(batch.tokens) > most:
         return False
@@ -134,12 +133,10 @@ def only_verifies(batch: Batch, counts: Ints, most: int) -> bool:
 
 
 def run_sizes_of(group: int) -> tuple[int, ...]:
-    """Returns the possible run sizes, rising, if `group` query heads share a KV head."""
     return tuple(dict.fromkeys(max(min(size, RUN_QUERIES // group), 1) for size in RUNS))
 
 
 def run_size(counts: Ints, lengths: Ints, sizes: Sequence[int]) -> int:
-    """Returns the size of runs for rows with these numbers of tokens and context lengths."""
     best = sizes[0]
     for size, least in zip(sizes[1:], SPARED, strict=False):
         runs = -(-counts // size)
@@ -150,7 +147,6 @@ def run_size(counts: Ints, lengths: Ints, sizes: Sequence[int]) -> int:
 
 
 def most_runs(rows: int, size: int) -> int:
-    """Returns how many runs of a size fit in a step of at most `rows` tokens."""
     return min(rows, LONG_RUNS) if size > RUNS[1] else rows
 
 
@@ -166,7 +162,6 @@ def runs_of(batch: Batch, rows: Ints, size: int) -> tuple[Ints, Ints, Ints]:
 
 
 def spare_splits(programs: int) -> int:
-    """Returns how many splits there may be beyond one for each run, if `programs` programs attend to each."""
     return min(max(FILLED // programs, SPARE_SPLITS), MOST_SPARE)
 
 
@@ -181,9 +176,9 @@ def split_contexts(
     tokens: Ints, rows: Ints, lengths: Ints, sizes: Ints, starts: Ints | None = None, spare: int = SPARE_SPLITS
 ) -> Ints:
     """Returns splits of about the same size: of runs of `sizes` tokens, from `tokens` on, whose last sees `lengths`
-    positions, from `starts` on. They are at most `spare` more than there are runs, and at most about SPARE_SPLITS of
-    one context, which has to join them. The last split of a context takes a rest that would be less than half a split.
-    The longest contexts come first, so that none is left for the end."""
+    positions, from `starts` on. There are at most `spare` more splits than runs, and about SPARE_SPLITS of one context,
+    which has to join them. The last split of a context also takes a rest of less than half a split. The longest
+    contexts come first, so that none is left for the end."""
     starts = np.zeros_like(lengths) if starts is None else starts
     longest = np.argsort(starts - lengths, kind="stable")
     tokens, rows, lengths, sizes, starts = (each[longest] for each in (tokens, rows, lengths, sizes, starts))

@@ -38,7 +38,6 @@ def code_book(name: str, device: torch.device) -> Array:
 
 
 def levels(name: str, points: Array) -> Array:
-    """Looks points up in a code book."""
     return code_book(name, points.device)[points.int()]
 
 
@@ -65,7 +64,6 @@ def even_sign_bits(signs: Array) -> Array:
 
 
 def nibbles(scales: Array) -> Array:
-    """Splits each byte into two scales."""
     return fields_of_runs(scales, 1, 4)
 
 

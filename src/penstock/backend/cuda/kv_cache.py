@@ -46,7 +46,6 @@ class KvLayout(NamedTuple):
 
     @property
     def is_kv8(self) -> bool:
-        """Returns whether keys and values have 8 bits, in one tensor."""
         return self.scaled and self.apart is None
 
     def bytes_per_token(self, spec: AttentionSpec) -> int:
@@ -86,7 +85,6 @@ class KvLayout(NamedTuple):
 
 
 def layout_of(kind: str, activations: torch.dtype) -> KvLayout:
-    """Returns the layout that `--kv` names."""
     formats = KvFormats.parse(kind, list(KINDS), "on CUDA")
     keys = KINDS[formats.keys]
     apart = formats.keys != formats.values or KV_FORMATS[formats.keys].group
@@ -178,20 +176,17 @@ def reserve_mixed(
 
 
 def copy_blocks(caches: Iterable[LayerCache], source: Any, target: Any) -> None:
-    """Copies blocks, given as two tensors of block ids."""
     for cache in caches:
         for data in cache.by_block():
             data[target] = data[source]
 
 
 def export_blocks(caches: Iterable[LayerCache], blocks: Any) -> bytes:
-    """Returns the contents of blocks, one after the other, fetched with one copy."""
     found = torch.cat([data[blocks] for cache in caches for data in cache.by_block()], dim=1)
     return bytes(found.cpu().numpy().tobytes())
 
 
 def import_blocks(caches: Sequence[LayerCache], blocks: Any, data: bytes | memoryview) -> None:
-    """Writes the contents of blocks as `export_blocks` returned them, sent with one copy."""
     targets = [target for cache in caches for target in cache.by_block()]
     sizes = [target.shape[1] for target in targets]
     if len(data) != len(blocks) * sum(sizes):

@@ -64,21 +64,18 @@ class KvExpansion:
 
     @property
     def width(self) -> int:
-        """Returns how many values a position has."""
         return 2 * self.kv_heads * self.dims
 
     def copies_within(self, memory: Any, tables: Any) -> KvCopies:
-        """Returns copies in memory [room, width]."""
         return KvCopies(memory.view(-1, 2, self.kv_heads, BLOCK_SIZE, self.dims), tables)
 
     def usual_blocks(self, tokens: int) -> int:
-        """Returns the blocks of one prompt with `tokens` tokens: most steps have one."""
         sizes = PromptSizes.of_one(tokens)
         return self._padded(int(sizes.blocks.sum())) if self.pays(sizes) else 0
 
     def pays(self, sizes: PromptSizes) -> bool:
-        """Returns whether rows of these sizes save more time than their copies take: what all of them multiply, or the
-        way through the longest context. With the heads of Llama 3 8B whole prompts of 256 tokens do, and every prompt
+        """Returns True if rows of these sizes save more time than their copies take: in multiplications, or on the way
+        through the longest context. With the heads of Llama 3 8B, whole prompts of 256 tokens do, and every prompt
         behind a long context."""
         flops = 4 * self.heads * self.dims * sizes.pairs
         steps = int(sizes.lengths.max()) * self.dims / 128
@@ -101,9 +98,8 @@ class KvExpansion:
 
 
 def kv_expansion_of(layers: Collection[AttentionSpec], tokens: int, tilings: Tilings) -> KvExpansion | None:
-    """Returns how a model with these layers, whose cache has 8 bits, copies contexts in steps of at most `tokens`
-    tokens; None if it never does: Hopper's kernel does not run or lacks something that some layer has, or layers have
-    heads of different shapes."""
+    """Returns how a model with these layers and an 8-bit cache copies contexts in steps of at most `tokens` tokens;
+    None if it never does: Hopper's kernel does not run or lacks a layer's feature, or heads differ in shape."""
     shapes = {(spec.heads, spec.kv_heads, spec.head_dim) for spec in layers}
     if len(shapes) != 1 or not all(map(sees_all, layers)):
         return None

@@ -66,14 +66,12 @@ class Context:
     _permutations: dict[tuple[int, int], ExpertPermutation] = field(default_factory=dict)  # key: experts, top_k
 
     def frequencies(self, rope: RopeSpec, pairs: int) -> Any:
-        """Returns the frequencies of RoPE on the device, for a head with `pairs` pairs."""
         key = rope.inv_freq or (0.0,) * pairs  # where nothing is rotated: MLA rotates by 0
         if key not in self._frequencies:
             self._frequencies[key] = torch.tensor(key, dtype=torch.float64, device=self.device)
         return self._frequencies[key]
 
     def permutation(self, spec: ExpertSpec) -> ExpertPermutation:
-        """Returns memory for the permutation of tokens to experts, which layers share."""
         key = spec.count, spec.top_k
         if key not in self._permutations:
             self._permutations[key] = ExpertPermutation.on(self.device, spec, len(self.memory.tokens))

@@ -122,7 +122,6 @@ def attend_absorbed(
 def attend_expanded(
     context: Context, step: DeviceInputs, layer: MlaLayer, q: Any, out: Any, scratch: MlaScratch
 ) -> None:
-    """Attends with prompts, to one piece of their contexts after the other."""
     (weights, spec, cache), expansion = layer, context.memory.expansion
     assert isinstance(expansion, MlaExpansion)
     dims, room = expansion.dims, expansion.room

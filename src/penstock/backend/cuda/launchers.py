@@ -64,7 +64,6 @@ SUPPORTED_ACTIVATIONS: dict[str, Collection[str]] = {
 
 
 def bind(node: OpNode, context: Context) -> Callable[..., None]:
-    """Returns the node's launch: call it with a step and the node's buffers."""
     if node.op in SUPPORTED_ACTIVATIONS:
         check_activation(node.attributes["act"], SUPPORTED_ACTIVATIONS[node.op])
     constants: dict[str, Any] = {}
@@ -91,7 +90,6 @@ def bind(node: OpNode, context: Context) -> Callable[..., None]:
 
 
 def check_activation(act: str, supported: Collection[str]) -> None:
-    """Raises UnsupportedModel for an activation that no kernel computes."""
     if act not in supported:
         raise UnsupportedModel(f"the activation {act!r} is not computed here; those that are: {', '.join(supported)}")
 
@@ -121,7 +119,6 @@ CAPABILITIES = Capabilities(
 
 
 def fp8_rows(weight: Weight | None, rows: Any) -> Fp8Activations | None:
-    """Returns a view of the rows as FP8 activations, if a product of this size takes them."""
     return fp8_view(rows) if weight is not None and weight.takes_fp8(len(rows)) else None
 
 
@@ -290,7 +287,6 @@ def prompt_kv(context: Context, step: DeviceInputs, cache: Any, scales: Any | No
 def attend_shared(
     context: Context, step: DeviceInputs, qkv: Any, out: Any, spec: AttentionSpec, kv: tuple[Any, Any]
 ) -> SharedPlaces:
-    """Attends to the prefixes that rows share; returns the place of the results."""
     cache, scales = kv
     group = spec.heads // spec.kv_heads
     tokens = tile_tokens(group)

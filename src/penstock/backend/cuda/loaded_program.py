@@ -59,7 +59,6 @@ class LoadedProgram:
 
     @property
     def verified_sizes(self) -> list[int]:
-        """Returns the numbers of tokens that steps with drafts are padded to."""
         return verified_sizes(self._rows, self.program.run_sizes)
 
     # -- memory --------------------------------------------------------------------------------------------------
@@ -72,11 +71,9 @@ class LoadedProgram:
         return sum(layout.bytes_per_token(spec) for spec in self.program.layers.values())
 
     def check_groups(self, groups: Sequence[KvGroup]) -> None:
-        """Raises ValueError if a layer that keeps KV is in no group, or in two."""
         places_of(self.program.layers, groups)
 
     def reserve_kv(self, layout: KvLayout, size: tuple[int, int], states: int, groups: Sequence[KvGroup]) -> None:
-        """Reserves a KV cache of `size` (blocks, positions of each) and `states` recurrent states."""
         layers, memory = self.program.layers, self.memory
         caches, planes = reserve_caches(layout, layers, groups, size, memory.arena)
         indexed = any(spec.index_dim for spec in layers.values())
@@ -111,7 +108,6 @@ class LoadedProgram:
         return shape._replace(expanded=self.expansion.usual_blocks(shape.tokens))
 
     def rehearse(self, shape: Shape, step: DeviceInputs, *, graph: bool, sampling: bool) -> None:
-        """Runs a step that only pads, as a graph or not, and what samples its rows."""
         logits = self.graphs.run(shape, step) if graph else self.graphs.launch(step)
         for rows, masks in sampling_kinds(logits.shape[1]) if sampling else ():
             self.sampler.sample(logits, step, rows, self.memory.last, self._sampled.next()[: shape.sampled], masks)

@@ -1,9 +1,8 @@
-"""Plans MLA in its expanded form, where the latents of a prompt's context are projected once to keys and values of all
-heads, instead of its queries to where the latents are.
+"""Plans MLA in its expanded form: the latents of a prompt's context are projected once to keys and values of all heads.
 
-The contexts of a step's prompts lie one behind the other in a row of positions, each from a multiple of BLOCK on. Keys
-and values of all of them would take much memory, so they are expanded in pieces of `room` positions, and attention goes
-on from piece to piece. The room is memory that the absorbed form has anyway, and has done with by then.
+The contexts of a step's prompts lie one behind the other, each from a multiple of BLOCK on. They are expanded in pieces
+of `room` positions, because all of their keys and values would take much memory, and attention continues from piece to
+piece. The room is memory that the absorbed form needs anyway and no longer uses by then.
 """
 
 from __future__ import annotations
@@ -41,13 +40,12 @@ class MlaDims(NamedTuple):
 
     @property
     def absorbed_width(self) -> int:
-        """Returns how many values the queries of a token have where the latents are."""
         return self.heads * (self.rope + self.rank)
 
     @property
     def found_width(self) -> int:
-        """Returns how many values of 16 bits a token needs for what its heads find among latents, or have found so far
-        among expanded values: 32 bits each, with the highest score and the sum of weights."""
+        """Returns how many 16-bit values a token needs for its heads' results: among latents, or the running ones among
+        expanded values, 32 bits each with the highest score and the sum of weights."""
         return 2 * self.heads * max(-(-self.rank // 2), self.v_dim + 2)
 
 
@@ -69,10 +67,10 @@ class MlaExpansion:
         return self.piece_blocks
 
     def pays(self, sizes: PromptSizes) -> bool:
-        """Returns whether the expanded form takes less arithmetic for rows of these sizes. For each head, the absorbed
+        """Returns True if the expanded form takes less arithmetic for rows of these sizes. For each head, the absorbed
         form projects every token and has long dot products; the expanded one projects every position of the context.
-        With the heads of DeepSeek V3 that is a row of 171 tokens behind a very long context, of fewer behind a short
-        one, and every whole prompt."""
+        With the heads of DeepSeek V3 it pays for a row of 171 tokens behind a very long context, of fewer behind a
+        short one, and for every whole prompt."""
         d, pairs = self.dims, sizes.pairs
         projection = d.rank * (d.nope + d.v_dim)
         absorbed = int(sizes.counts.sum()) * projection + pairs * (d.rope + 2 * d.rank)

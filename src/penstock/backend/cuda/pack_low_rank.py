@@ -63,7 +63,6 @@ class PackedUpdate(NamedTuple):
 
     @property
     def values(self) -> int:
-        """Returns how many values A and B take."""
         return self.b_at + sum(segment.padded_rows * segment.chunks * RANKS for segment in self.segments)
 
     @property
@@ -120,10 +119,8 @@ def joined(parts: Sequence[LowRankPart], starts: Sequence[int], first: int, rows
 
 
 def chunks_of(a: Floats) -> int:
-    """Returns how many chunks the ranks of A take."""
     return -(-len(a) // RANKS)
 
 
 def padded(value: int, to: int) -> int:
-    """Returns the next multiple of `to`."""
     return -(-value // to) * to

@@ -9,7 +9,7 @@ a warp owns rows g and g + 8 (`half` 0, 1) at columns 2 * t + e and 2 * t + 8 + 
     scales  for each g: (group of columns, half, scale or minimum), 16 bits each, or bytes: floats, or numbers that
             `supers` multiply
     supers  for each g: (half, scale or minimum), float16 for every 256 columns
-Nothing is rounded: kernels read exactly what a format stores.
+Nothing is rounded: kernels read exactly the stored values.
 """
 
 from __future__ import annotations
@@ -108,7 +108,6 @@ def quantize_int4(values: Array) -> QuantizedWeight:
 
 
 def int4_blocks(values: Array) -> QuantBlocks:
-    """Quantizes some rows to 4 bits."""
     rows, width = values.shape
     groups = -(-width // CODINGS["INT4"].group)
     padded = pad(values.float(), rows, groups * CODINGS["INT4"].group).view(rows, groups, -1)
@@ -135,7 +134,6 @@ def split_q5(blocks: Array, scales: int) -> QuantBlocks:
 
 
 def split_q8(blocks: Array) -> QuantBlocks:
-    """Splits Q8_0."""
     return QuantBlocks(line(blocks[..., 2:] ^ 128), half_at(blocks, 0))
 
 
@@ -157,14 +155,12 @@ def split_q4_k_or_q5_k(blocks: Array, fifth: bool) -> QuantBlocks:
 
 
 def split_q6_k(blocks: Array) -> QuantBlocks:
-    """Splits Q6_K."""
     low, high, scales, _ = blocks.split([128, 64, 16, 2], -1)
     codes = fields_of_runs(low, 64, 4) | fields_of_runs(high, 32, 2) << 4
     return QuantBlocks(line(codes), scales.contiguous().view(torch.int8).flatten(1)[..., None], half_at(blocks, 208))
 
 
 def split_q2_k(blocks: Array) -> QuantBlocks:
-    """Splits Q2_K."""
     scales, codes, _ = blocks.split([16, 64, 4], -1)
     pairs = torch.stack([scales & 15, scales >> 4], -1).view(torch.int8).flatten(1, 2)
     supers = torch.cat([half_at(blocks, 80), -half_at(blocks, 82)], -1)
@@ -172,7 +168,6 @@ def split_q2_k(blocks: Array) -> QuantBlocks:
 
 
 def split_q3_k(blocks: Array) -> QuantBlocks:
-    """Splits Q3_K."""
     third, codes, low, high, _ = blocks.split([32, 64, 8, 4, 2], -1)
     scales = (fields(low, 4) | fields(high, 2) << 4).view(torch.int8) - 32
     return QuantBlocks(
@@ -181,7 +176,6 @@ def split_q3_k(blocks: Array) -> QuantBlocks:
 
 
 def split_iq4_xs(blocks: Array) -> QuantBlocks:
-    """Splits IQ4_XS."""
     high, low, codes = blocks[..., 2:].split([2, 4, 128], -1)
     scales = (fields_of_runs(low, 1, 4) | fields_of_runs(high, 1, 2) << 4).view(torch.int8) - 32
     return QuantBlocks(line(fields_of_runs(codes, 16, 4)), one_each(scales), half_at(blocks, 0))
@@ -241,7 +235,6 @@ SPLIT |= {name: partial(split_affine, one) for name, one in AFFINE.items()}
 
 
 def pack_blocks(split: Callable[[int, int], QuantBlocks], coding: Coding, rows: int, width: int) -> QuantizedWeight:
-    """Packs a matrix, given a function that splits some of its rows."""
     pieces = [arrange(split(first, last), coding) for first, last in runs(rows, width)]
     low, high, scales, supers = (join([piece[i] for piece in pieces]) for i in range(4))
     return QuantizedWeight(coding, rows, width, low, high, scales, supers)
@@ -257,7 +250,6 @@ def join(pieces: list[Array]) -> Array:
 
 
 def arrange(blocks: QuantBlocks, coding: Coding) -> tuple[Array, Array | None, Array, Array | None]:
-    """Returns low and high words of codes, scales and supers in the order that the module docstring describes."""
     rows, width = blocks.codes.shape
     tiles = -(-width // COLUMNS)
     height = -(-rows // ROWS)
@@ -271,7 +263,6 @@ def arrange(blocks: QuantBlocks, coding: Coding) -> tuple[Array, Array | None, A
 
 
 def arrange_codes(codes: Array, bits: int) -> tuple[Array, Array | None]:
-    """Returns low and high words of codes that are numbers."""
     if bits == 8:
         words = together(codes, [0, 8, 16, 24])  # (half, e) -> [.., g, t, c, side]
         return words.unflatten(4, (2, 2)).permute(0, 1, 4, 2, 3, 5, 6).contiguous(), None
@@ -307,7 +298,6 @@ def factors(numbers: Array, height: int, columns: int, groups: int) -> Array:
 
 
 def pad(values: Array, rows: int, columns: int) -> Array:
-    """Returns the values with zeros below and to the right, up to this shape."""
     if values.shape == (rows, columns):
         return values
     padded = values.new_zeros(rows, columns)

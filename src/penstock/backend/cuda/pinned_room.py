@@ -38,16 +38,13 @@ class TransitBuffer:
         self._used: Any | None = None  # an event
 
     def take(self, stream: Any) -> None:
-        """Makes a stream wait until the buffer is free."""
         if self._used is not None:
             stream.wait_event(self._used)
 
     def leave(self, stream: Any) -> None:
-        """Says that the buffer is free after all that a stream does until now."""
         self._used = stream.record_event()
 
     def finish(self) -> None:
-        """Waits until the buffer is free."""
         if self._used is not None:
             self._used.synchronize()
 
@@ -140,7 +137,6 @@ class PinnedRoom:
         self.array = np.empty((0, 0), np.uint8)
 
     def _passes(self, blocks: Sequence[int], places: Sequence[int]) -> Any:
-        """Yields what one buffer takes at a time: the buffer, the blocks' numbers on the device, and the places."""
         self._wait_for(max(places))
         index = torch.tensor(blocks).pin_memory().to(self._device, non_blocking=True)  # else it waits for steps
         for at in range(0, len(blocks), self._most):
@@ -165,7 +161,6 @@ class PinnedRoom:
             self._more.wait_for(lambda: len(self._pinned) * SEGMENT >= end or not self._pins, PATIENCE)
 
     def _pin(self) -> None:
-        """Pins until all is pinned, or nothing more can be."""
         try:
             with torch.cuda.device(self._device):  # a thread begins with the first GPU, and would take memory there
                 self._pin_segments()

@@ -1,4 +1,4 @@
-"""Pooling hidden states on the device; see backend/pool.py for what that means."""
+"""Pooling hidden states on the device; see backend/pooling.py for what that means."""
 
 from __future__ import annotations
 

@@ -47,7 +47,6 @@ class Compiler:
             self._under_way[key] = self._threads.submit(compiled, compile), finish
 
     def done(self, seconds: float | None = None) -> bool:
-        """Returns whether all kernels are compiled, after waiting at most `seconds`."""
         pending = wait([future for future, _ in self._under_way.values()], seconds).not_done
         if pending:
             return False

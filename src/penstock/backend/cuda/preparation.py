@@ -81,7 +81,6 @@ class Preparation:
                 yield True
 
     def of_each_kind(self) -> list[tuple[LoadedProgram, Shape]]:
-        """Returns some of the shapes that `advance` makes ready, which launch all kernels that the others launch."""
         ahead = self.shapes_ahead()
         return [
             (program, shape)
@@ -90,7 +89,6 @@ class Preparation:
         ]
 
     def shapes_ahead(self) -> list[tuple[LoadedProgram, Shape]]:
-        """Returns the shapes of steps that are made ready before they are needed, each once."""
         steps = self._steps
         common = (
             (program, shape)
@@ -106,7 +104,6 @@ class Preparation:
                 self.rehearse(program, self._steps.shape_for(program, shape), sampling=True)
 
     def rehearse(self, program: LoadedProgram, shape: Shape, *, graph: bool = False, sampling: bool = False) -> None:
-        """Runs a step that only pads."""
         nothing = replace(greedy_batch([]), tables=np.zeros((program.groups, 0, 0), np.int32))
         work = inputs.plan_attention(nothing, program.tile_tokens, lambda _: shape)
         with self._gpu.on_stream():

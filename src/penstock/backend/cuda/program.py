@@ -119,7 +119,6 @@ class CudaProgram:
     def _activations(
         self, shared: SharedMemory, expansion: MlaExpansion | KvExpansion | None
     ) -> tuple[list[Any], KvCopies | None]:
-        """Returns the buffers of a step's values, and of copied contexts."""
         sizes = shared.sizes
         wanted = [
             (
@@ -135,7 +134,6 @@ class CudaProgram:
         return buffers, expansion.copies_within(room, tables)
 
     def _partial_results(self, shared: SharedMemory) -> SplitKV:
-        """Returns room for what the splits of long contexts find."""
         layers, device = self.layers.values(), shared.device
         lines = split_lines(shared.sizes.rows, self.run_sizes, self.spare_splits)
         if shared.tilings.fixed:
@@ -149,7 +147,6 @@ class CudaProgram:
 
     @property
     def split_sizes(self) -> tuple[tuple[int, ...], int]:
-        """Returns the parameters of step shapes: run sizes and spare splits."""
         return self.run_sizes, self.spare_splits
 
     def run_tokens(self, step: DeviceInputs) -> None:
@@ -162,11 +159,9 @@ class CudaProgram:
         return self.answer_of(count)
 
     def answer_of(self, count: int) -> Any:
-        """Returns the answer of the last run: [S, *]."""
         return self._buffers[self.recorded.answer_buffer][:count]
 
     def states_of(self, count: int) -> Any:
-        """Returns the last run's hidden states for pooling: [T, dim]."""
         assert self.recorded.pooled_buffer is not None
         return self._buffers[self.recorded.pooled_buffer][:count]
 

@@ -59,7 +59,6 @@ class Programs(Mapping[int, LoadedProgram]):
         return CudaAdapters(shared.device, shared.dtype, sizes, self._gpu.on_stream, fixed=shared.tilings.fixed)
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor], rules: StorageRules) -> Footprint:
-        """Predicts a model's memory: see `Tuner.footprint`."""
         listed, sizes = list(tensors), self._shared.sizes
         unpacks = rules.quantize == "int4" or any(map(expands, listed))
         workspace = workspace_bytes(spec, sizes.tokens, sizes.rows, unpacks)
@@ -110,7 +109,6 @@ class Programs(Mapping[int, LoadedProgram]):
             raise
 
     def free_kv(self, groups: Sequence[KvGroup] = ()) -> None:
-        """Gives the KV cache and the recurrent states back. The next ones of program 0 have these layer groups."""
         self._shared.hidden.free()
         for number, program in self.items():
             program.free_kv(() if number else groups)

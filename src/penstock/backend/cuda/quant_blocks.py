@@ -32,7 +32,6 @@ class Coding(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """Returns how many groups a row of a tile has."""
         return COLUMNS // self.group
 
 
@@ -61,7 +60,6 @@ def fields_of_runs(packed: Array, run: int, bits: int) -> Array:
 
 
 def line(blocks: Array) -> Array:
-    """Returns the codes of blocks [rows, blocks, codes] as one line for each row."""
     return blocks.flatten(-2)
 
 

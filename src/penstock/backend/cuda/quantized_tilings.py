@@ -47,7 +47,6 @@ def small_gemm_tiling(kind: str, count: int, rows: int, width: int, gated: bool 
 
 
 def narrowed(tiling: quant_gemm_small.Tiling, width: int) -> quant_gemm_small.Tiling:
-    """Returns the tiling with no more warps and steps than a narrow matrix has tiles."""
     across = 1 << (-(-width // COLUMNS) - 1).bit_length()
     steps = min(tiling.steps, max(across // tiling.warps, 1))
     return tiling._replace(warps=min(tiling.warps, across), steps=steps)
@@ -71,7 +70,6 @@ def quant_gemv_tiling(
 
 
 def quant_gemm_tiling(device: DeviceProperties, count: int, rows: int, width: int) -> quant_gemm.Tiling:
-    """Returns a tiling with about three programs on each multiprocessor."""
     block = max(block_of(count), 64)
     split = split_of(count, rows, width, 64, block, -(-3 * device.sm_count // 16) * 16)
     programs = -(-rows // 64) * -(-count // block) * split
@@ -80,7 +78,6 @@ def quant_gemm_tiling(device: DeviceProperties, count: int, rows: int, width: in
 
 
 def fp8_gemm_tiling(device: DeviceProperties, count: int, rows: int, width: int) -> quant_gemm.Tiling:
-    """Returns a tiling with about two programs on each multiprocessor."""
     block = block_of(count)
     if rows >= TALL:
         tiling = quant_gemm.Tiling(8, block, 2, 1, 8 if block > 64 else 4, 4)
@@ -92,13 +89,10 @@ def fp8_gemm_tiling(device: DeviceProperties, count: int, rows: int, width: int)
 
 
 def gemm_stage(tiling: quant_gemm.Tiling, itemsize: int) -> int:
-    """Returns the bytes of one stage: a tile of the matrix and one of the rows, with `itemsize` bytes for each
-    value."""
     return (16 * tiling.tiles + tiling.rows) * 64 * tiling.steps * itemsize
 
 
 def fp8_block_gemm_tiling(device: DeviceProperties, count: int, rows: int, width: int) -> fp8_blocks.Tiling:
-    """Returns a tiling that is not tuned, similar to the other FP8 kernels'."""
     items = 16 if count <= 16 else block_of(count)
     tall = 128 if count > 128 else 64
     split = split_of(count, rows, width, tall, items, 2 * device.sm_count)
@@ -112,7 +106,6 @@ def fp8_block_stage(tiling: fp8_blocks.Tiling, count: int) -> int:
 
 
 def block_of(count: int) -> int:
-    """Returns how many rows one program takes."""
     return 32 if count <= 32 else 64 if count <= 64 else 128
 
 

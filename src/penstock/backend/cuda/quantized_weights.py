@@ -45,19 +45,15 @@ class Workspace:
             self._reserve(2 * rows * width)
 
     def reserve_activations(self, width: int) -> None:
-        """Reserves room for FP8 activations of the longest step."""
         self._reserve(2 * self._tokens * width)
 
     def reserve_rotated(self, width: int, most: int) -> None:
-        """Reserves room for rows that EXL3 weights multiply: the longest step's, at most `most`."""
         self._reserve(2 * min(self._tokens, most) * width)
 
     def values(self, rows: int, width: int) -> Any:
-        """Returns the shared memory as bfloat16: [rows, width]."""
         return self._bytes[: 2 * rows * width].view(torch.bfloat16).view(rows, width)
 
     def quantize(self, x: Any) -> Fp8Activations:
-        """Quantizes activations to FP8, in the shared memory."""
         quantized = fp8_view(self.values(len(x), x.shape[1]))
         quantize_activations(x, *quantized)
         return quantized
@@ -165,7 +161,6 @@ class QuantizedMatrix(PartsMatrix):
 def quant_gemm_few_rows(
     x: Any, part: QuantizedWeight, bias: Any | None, out: Any, tilings: Tilings, gated: bool = False
 ) -> None:
-    """Multiplies up to SMALL_GEMM_ROWS rows with a quantized matrix."""
     (count, width), coding = x.shape, part.coding
     if count == 1 and coding.groups > 1:
         tiling = tilings.quant_gemv(coding.groups, part.rows, width, gated, len(coding.table) > 8)
@@ -194,7 +189,6 @@ def runs(parts: Sequence[QuantizedWeight]) -> Iterator[list[QuantizedWeight]]:
 
 
 def join(run: list[QuantizedWeight]) -> QuantizedWeight:
-    """Joins matrices of one format, one below the other."""
     if len(run) == 1:
         return run[0]
     fields = ("low", "high", "scales", "supers")

@@ -42,7 +42,6 @@ class RecurrentStates:
             self.layers[layer] = arena.zeros((count, spec.state_floats))
 
     def send(self, batch: Batch, staged: Any) -> None:
-        """Queues the copy of what rows do, by way of host memory that is read later."""
         fill(staged.numpy(), batch, self._rows, self._tokens)
         self._numbers.copy_(staged, non_blocking=True)
 
@@ -65,13 +64,11 @@ def most_chunks(rows: int, tokens: int) -> int:
 
 
 def split(words: Any, rows: int, tokens: int) -> tuple[Any, Any, Any]:
-    """Returns the rows of a step, the row of each token, and the chunks, of a flat buffer of NumPy or torch."""
     at = rows * ROW_FIELDS
     return words[:at].reshape(rows, ROW_FIELDS), words[at : at + tokens], words[at + tokens :].reshape(-1, CHUNK_FIELDS)
 
 
 def fill(words: Ints, batch: Batch, rows: int, tokens: int) -> None:
-    """Writes the rows of a batch, the row of each token, and the chunks of long rows."""
     into, of_tokens, chunks = split(words, rows, tokens)
     count, first, counts = len(batch.slots), batch.row_start[:-1], np.diff(batch.row_start)
     into[:count, 0] = first

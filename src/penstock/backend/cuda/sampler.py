@@ -131,7 +131,6 @@ class DeviceSampler:
 
 
 def edit(logits: Any, edits: LogitEdits, masks: Bitmasks | None) -> Any:
-    """Applies every row's edits and bitmask to [S, vocab], in place."""
     flat, vocab, device = logits.view(-1), logits.shape[1], logits.device
     counts = np.diff(edits.seen_start)
     repeated = np.repeat(edits.repetition, counts)

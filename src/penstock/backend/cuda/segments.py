@@ -46,7 +46,7 @@ def plan_segments(batch: Batch, run: int, pad: Callable[[Shape], Shape], *, whol
 
 def split_at_segments(tokens: Ints, rows: Ints, lengths: Ints, sizes: Ints) -> Ints:
     """Returns splits as `inputs.split_contexts` does: of one segment each, or of a whole context. The longest contexts
-    come first, and are split as long as the step has no more than MOST_SPLITS."""
+    come first, and are split while the step has at most MOST_SPLITS."""
     longest = np.argsort(-lengths, kind="stable")
     tokens, rows, lengths, sizes = (each[longest] for each in (tokens, rows, lengths, sizes))
     counts = -(-lengths // SEGMENT)
@@ -61,5 +61,4 @@ def split_at_segments(tokens: Ints, rows: Ints, lengths: Ints, sizes: Ints) -> I
 
 
 def most_splits(tokens: int, rows: int, run: int) -> int:
-    """Returns the most splits of a step with `tokens` tokens and `rows` rows."""
     return max(min(tokens, tokens // max(run, 1) + rows), MOST_SPLITS)

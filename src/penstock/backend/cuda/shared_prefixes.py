@@ -31,7 +31,6 @@ class Sharing(NamedTuple):
 
 
 def tile_tokens(group: int) -> int:
-    """Returns how many tokens attend together if `group` query heads share a KV head."""
     return min(QUERIES // group, MOST_TOKENS)
 
 
@@ -72,11 +71,12 @@ def find_shared_prefixes(tables: Ints, tokens: Ints, lengths: Ints, sharing: Sha
 
 
 def prefix_groups(tables: Ints, full: Ints, least: int) -> Iterator[tuple[Any, int]]:
-    """Yields rows that begin with the same blocks, and how many these are. Of each row, `full` blocks are computed.
-    Nothing is yielded if fewer than `least` blocks would be spared at first.
+    """Yields rows that begin with the same blocks, and the number of these blocks. `full` counts each row's computed
+    blocks. Nothing is yielded if fewer than `least` blocks would be spared at first.
 
-    A block is in one place of one prefix, so rows that have the same block somewhere have the same ones before it. The
-    depth at which rows are compared is that which spares most. Rows that nothing was found for are compared again."""
+    A block has one place in one prefix, so rows with the same block also share all blocks before it. Rows are compared
+    at the depth that spares most; rows without a group are compared again.
+    """
     left = np.arange(len(tables))
     while len(left) > 1:
         found = np.zeros(len(left), bool)

@@ -24,20 +24,17 @@ DEEPEST = (1 << 64) - 1
 class IpcMemory(Protocol):
     """Takes memory of a device that other processes can open."""
 
-    def free(self) -> int:
-        """Returns how many bytes there are to take."""
+    def free(self) -> int: ...
 
     def take(self, size: int) -> tuple[Any, bytes]:
         """Returns memory, as a tensor of bytes, and what another process opens it with. Raises OSError."""
 
-    def give_back(self, memory: Any) -> None:
-        """Gives the memory back. Nothing may be using it."""
+    def give_back(self, memory: Any) -> None: ...
 
     def open(self, handle: bytes, size: int) -> Any:
         """Returns memory that another process has taken, as a tensor of bytes. Raises OSError."""
 
-    def close(self, memory: Any) -> None:
-        """Closes an opened handle."""
+    def close(self, memory: Any) -> None: ...
 
 
 class DeviceRange:
@@ -98,7 +95,6 @@ class KvRows:
         self._weights = torch.from_numpy(word_weights(self.block_bytes // 4)).to(device)
 
     def gather(self, blocks: Sequence[int]) -> Any:
-        """Returns a copy of blocks: [blocks, bytes]."""
         index = self.index(blocks)
         return torch.cat([part[index] for part in self._parts], dim=1)
 
@@ -108,7 +104,6 @@ class KvRows:
             part.index_copy_(0, index, columns)
 
     def checksums(self, rows: Any) -> Any:
-        """Returns the checksum of each row (block_checksum.py), as signed numbers."""
         return (rows.view(torch.int32).to(torch.int64) * self._weights).sum(dim=1)
 
     def index(self, numbers: Sequence[int]) -> Any:
@@ -205,7 +200,6 @@ class CudaSharing:
         return CudaOpenedRoom(*self._opened(), handle)
 
     def _opened(self) -> tuple[KvRows, IpcMemory]:
-        """Returns rows and memory of rooms, opened on first use: an engine without neighbours needs neither."""
         self._rows = self._rows or self._open_rows()
         self._memory = self._memory or self._open_memory()
         return self._rows, self._memory

@@ -30,5 +30,4 @@ class Staging:
         return self._buffers[self.turn]
 
     def queued(self) -> None:
-        """Records that work queued so far reads the buffer that was taken last."""
         self._read[self.turn] = self._record()

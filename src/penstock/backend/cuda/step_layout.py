@@ -209,7 +209,6 @@ FIELDS = tuple(field for section in SECTIONS for field in section.fields)
 
 @lru_cache(maxsize=512)
 def offsets(shape: Shape, groups: int = 1) -> tuple[int, ...]:
-    """Returns where each of FIELDS begins, and where the tables do."""
     found = [0]
     for field in FIELDS:
         count = prod(field.size(shape))
@@ -218,12 +217,10 @@ def offsets(shape: Shape, groups: int = 1) -> tuple[int, ...]:
 
 
 def aligned(count: int) -> int:
-    """Returns the number of words, rounded up, after which the next field may begin."""
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 def words(shape: Shape, groups: int = 1) -> int:
-    """Returns how many words the fields before the tables take."""
     return offsets(shape, groups)[-1]
 
 
@@ -269,18 +266,15 @@ def slots_to_keep(batch: Batch, scratch_slot: int) -> Ints:
 
 
 def put_rows(into: Any, values: Ints, group: int, batch: Batch) -> None:
-    """Writes splits or tiles, with the rows of tables that belong to one of the layer groups."""
     put(into, values, -1)
     if len(batch.tables) > 1:
         into[: len(values), ROW] = values[:, ROW] * len(batch.tables) + group
 
 
 def put(into: Any, values: Any, padding: int) -> None:
-    """Writes the values, and `padding` after them."""
     into[: len(values)] = values
     into[len(values) :] = padding
 
 
 def as_floats(view: Ints) -> Floats:
-    """Returns the same words as float32."""
     return view.view(np.float32)

@@ -33,13 +33,11 @@ class Steps:
         self.capture = capture
 
     def forward(self, program: LoadedProgram, batch: Batch) -> Iterator[Sampling]:
-        """Queues a step's forward pass; yields its logits as `LoadedProgram.forward` does."""
         self._workspace.transfer.finish()
         work = self.plan(program, batch)
         return program.forward(batch, work.shape, self.send(program, batch, work))
 
     def plan(self, program: LoadedProgram, batch: Batch) -> AttentionPlan:
-        """Divides a step's attention among the programs of its kernels."""
         launches, pad = program.program, partial(self.pad, program)
         if self._fixed:
             return plan_segments(batch, launches.run_sizes[-1], pad, whole_rows=launches.sees_whole_rows)
@@ -55,7 +53,6 @@ class Steps:
         )
 
     def send(self, program: LoadedProgram, batch: Batch, work: AttentionPlan) -> DeviceInputs:
-        """Queues the copy of the step's numbers to the device; returns where they will be."""
         shape = work.shape
         if shape.tokens > self._sizes.tokens or shape.decodes > self._sizes.rows:
             raise ValueError(f"a step of {shape.tokens} tokens and {shape.decodes} rows is larger than {self._sizes}")
@@ -75,7 +72,6 @@ class Steps:
         return shape.tokens <= self._sizes.tokens and shape.sampled <= self._sizes.rows
 
     def shape_for(self, program: LoadedProgram, shape: Shape) -> Shape:
-        """Returns the shape of a graph that a step of this shape fits in, as the program's steps are planned."""
         if self._fixed:
             return self.pad(program, in_segments(shape, program.program.run_sizes[-1]))
         return program.usual(self.pad(program, shape))

@@ -57,13 +57,12 @@ class Storage(NamedTuple):
     bytes: int  # including padding
 
     def as_stored(self) -> StoredAs:
-        """Returns the part that other backends have too."""
         return StoredAs(self.kind, self.bits, self.bytes)
 
 
 def storage_of(tensor: Tensor, rules: StorageRules, experts: bool | None = None) -> Storage:
-    """Returns how a tensor is stored that is packed by itself. `experts`: as the matrices of experts are; by default,
-    its role says so."""
+    """Returns the storage of a tensor that is packed by itself. `experts`: stored as the matrices of experts are; by
+    default, its role decides."""
     count = prod(tensor.shape)
     if len(tensor.shape) == 1:
         return Storage(WeightLayout.VECTOR, "F32", 32, 4 * count)
@@ -104,17 +103,14 @@ def _in_file_format(tensor: Tensor, rules: StorageRules, experts: bool) -> Stora
 
 
 def _takes_scales(tensor: Tensor) -> bool:
-    """Returns whether kernels take the scales of FP8 values: of whole rows, or of multiples of 128 columns."""
     return _columns(tensor) >= tensor.shape[1] or _columns(tensor) % FP8_COLUMNS == 0
 
 
 def _columns(tensor: Tensor) -> int:
-    """Returns how many columns share a scale."""
     return tensor.shape[1] if tensor.scales is None else tensor.scales.columns
 
 
 def _quantized(tensor: Tensor, rules: StorageRules, experts: bool) -> Storage | None:
-    """Returns the storage of a tensor that is quantized at load; None if it is not."""
     rows, width = tensor.shape
     if not rules.quantize or tensor.format.name not in PLAIN or not may_quantize(tensor, DEVICE):
         return None

@@ -30,7 +30,6 @@ SHORTEST_TILE = 16  # positions: the tensor cores take no fewer
 
 
 def gemv_tiling(rows: int, width: int) -> gemv.Tiling:
-    """Returns the tiling of a product with one row, which uses no shared memory but for its sums."""
     lines, warps = (4, 4) if rows <= 4096 else (1, 4) if rows <= 8192 else (2, 2)
     return gemv.Tiling(lines, min(1024, 1 << (width - 1).bit_length()), warps)
 
@@ -57,7 +56,6 @@ def skinny_tiling(
 
 
 def skinny_stage(tiling: skinny_gemm.Tiling, count: int, itemsize: int, gated: bool = False) -> int:
-    """Returns the bytes of one stage: a tile of the matrix (two of a gated one) and the columns of all rows."""
     items = max(1 << (count - 1).bit_length(), 16)
     return (tiling.rows * (2 if gated else 1) + items) * tiling.width * itemsize
 
@@ -119,33 +117,29 @@ MLA_DECODE_TILINGS = MlaTiling(64, 32, 8, 3), MlaTiling(32, 32, 4, 3), MlaTiling
 
 
 def prefill_attention_tiling(device: DeviceProperties, queries: int, dims: int, itemsize: int) -> AttentionTiling:
-    """Returns the tiling for `queries` pairs of token and head, and heads of `dims` dimensions."""
     tiling = AttentionTiling(64, 8, 3 if dims <= WIDE_HEAD else 2)
     return fitting(device, tiling, queries * padded(dims) * itemsize, 2 * padded(dims) * itemsize)
 
 
 def hopper_attention_tiling(device: DeviceProperties, dims: int) -> HopperAttentionTiling | None:
-    """Returns the tiling of hopper_attention.py for heads of `dims` dimensions; None where it does not run."""
     return HOPPER_ATTENTION_TILINGS.get(dims) if device.has_hopper_attention else None
 
 
 def decode_attention_tiling(
     device: DeviceProperties, rows: int, dims: int, itemsize: int, queries: int
 ) -> AttentionTiling:
-    """Returns the tiling for steps of `count` tokens and programs of `queries` pairs of token and head. Few warps lack
-    registers for wide heads or many queries."""
+    """Returns the tiling for programs of `queries` pairs of token and head. Few warps lack registers for wide heads or
+    many queries."""
     tiling = AttentionTiling(64, 4 if rows == 1 or dims > WIDE_HEAD or queries > FEWEST_QUERIES else 2, 2)
     return fitting(device, tiling, queries * padded(dims) * itemsize, 2 * padded(dims) * itemsize)
 
 
 def shared_prefix_tiling(device: DeviceProperties, dims: int, itemsize: int, queries: int) -> AttentionTiling:
-    """Returns the tiling for tiles of pairs of token and head that attend together to a prefix."""
     tiling = AttentionTiling(64, 4, 3 if dims <= WIDE_HEAD and itemsize <= 2 else 2)
     return fitting(device, tiling, queries * padded(dims) * itemsize, 2 * padded(dims) * itemsize)
 
 
 def segmented_attention_tiling(device: DeviceProperties, dims: int, itemsize: int, queries: int) -> AttentionTiling:
-    """Returns the tiling for programs of pairs of token and head, which keep two mixes of values in registers."""
     tiling = AttentionTiling(64, 4 if dims <= WIDE_HEAD else 8, 2)
     return fitting(device, tiling, queries * padded(dims) * itemsize, 2 * padded(dims) * itemsize)
 
@@ -188,17 +182,14 @@ def mla_expanded_tiling(device: DeviceProperties, nope: int, rope: int, values: 
 
 
 def hopper_mla_tiling(device: DeviceProperties, nope: int, rope: int, values: int) -> HopperAttentionTiling | None:
-    """Returns the tiling of hopper_mla.py for heads of these dimensions; None where it does not run."""
     return HOPPER_MLA_TILINGS.get((nope, rope, values)) if device.has_hopper_attention else None
 
 
 def expand_latents_stages(device: DeviceProperties, nope: int, values: int, itemsize: int) -> int:
-    """Returns the stages of the projection of latents to keys and values of these dimensions."""
     return device.stages_that_fit(3, (BLOCK + padded(nope) + padded(values)) * WIDTH * itemsize)
 
 
 def padded(dims: int) -> int:
-    """Returns how many dimensions a head has in a tile."""
     return max(1 << (dims - 1).bit_length(), 16)
 
 
@@ -211,7 +202,6 @@ def fitting(
 
 
 def shrunk(device: DeviceProperties, tiling: AttentionTiling, query_bytes: int, position_bytes: int) -> AttentionTiling:
-    """Returns the tiling with fewer stages, then with fewer positions, until queries, keys and values fit."""
     while tiling.tile > SHORTEST_TILE and query_bytes + tiling.tile * position_bytes > device.shared_memory:
         tiling = tiling._replace(tile=tiling.tile // 2)
     stages = device.stages_that_fit(tiling.stages, tiling.tile * position_bytes, query_bytes)

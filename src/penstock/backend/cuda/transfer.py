@@ -48,7 +48,6 @@ class Transfer:
         self._under_way: list[Future[None]] = []
 
     def send(self, data: Bytes, target: Any) -> None:
-        """Begins to copy bytes to a tensor of the same size."""
         flat = target.view(-1).view(torch.uint8)
         if self._device.type != "cuda":
             flat.numpy()[:] = data
@@ -68,7 +67,6 @@ class Transfer:
         return target
 
     def finish(self) -> None:
-        """Waits until nothing is under way."""
         under_way, self._under_way = self._under_way, []
         for part in under_way:
             part.result()
@@ -76,7 +74,6 @@ class Transfer:
             torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """Waits until nothing is under way and gives the buffers back."""
         self.finish()
         if self._threads is not None:
             self._threads.shutdown()

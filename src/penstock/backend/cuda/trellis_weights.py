@@ -56,7 +56,6 @@ class TrellisMatrix(PartsMatrix):
         trellis_gemm(rows, part, bias, out, self._tiling(len(x), part), self.workspace.scratch)
 
     def _tiling(self, count: int, part: TrellisWeight) -> Tiling:
-        """Returns a tiling with about two programs on each multiprocessor. It is not tuned."""
         count = GEMM_ROWS if self.workspace.tilings.fixed else count
         items = 16 if count <= 16 else 32 if count <= 32 else 64
         programs = 2 * self.workspace.tilings.device.sm_count
@@ -64,7 +63,6 @@ class TrellisMatrix(PartsMatrix):
 
 
 def pack_trellis(parts: Sequence[Trellis], bias: Any | None, workspace: Workspace) -> TrellisMatrix:
-    """Packs parts as one weight, without a change to their bits."""
     return TrellisMatrix(tuple(packed(part, workspace) for part in parts), bias, workspace)
 
 

@@ -96,7 +96,6 @@ def measure(
 
 
 def products(device: DeviceProperties, shapes: Sequence[tuple[int, int]]) -> Iterator[Product]:
-    """Yields the measured products; FP8 only on a GPU with it."""
     for kernel, kinds in KINDS.items():
         for kind in kinds:
             if kind == "fp8" and not device.has_fp8:
@@ -107,7 +106,6 @@ def products(device: DeviceProperties, shapes: Sequence[tuple[int, int]]) -> Ite
 
 
 def timed(bench: Bench, product: Product) -> Iterator[tuple[float, Any]]:
-    """Yields seconds and tiling of every candidate that runs on this GPU."""
     first = matrix(bench, product)
     size = lines_of(product) * product.width * (1 if product.kind != "16 bits" else 2)
     more = MANY_BYTES * bench.properties.l2_bytes // size if bench.device.type == "cuda" else 0
@@ -141,7 +139,6 @@ def compile_ahead(device: torch.device, calls: Sequence[Call]) -> None:
 
 
 def lines_of(product: Product) -> int:
-    """Returns the lines of a product's matrix: all chosen experts' together."""
     return product.rows * (2 if product.gated else 1) * (CHOSEN if product.kernel == "expert_gemv" else 1)
 
 
@@ -155,7 +152,6 @@ def matrix(bench: Bench, product: Product) -> Any:
 
 
 def candidates(device: DeviceProperties, product: Product) -> list[Any]:
-    """Returns the tilings that are tried: those that fit shared memory in every format."""
     count, width = product.count, product.width
     if product.kernel == "gemv":
         lanes = min(1024, 1 << (width - 1).bit_length())

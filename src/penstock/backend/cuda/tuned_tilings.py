@@ -58,7 +58,6 @@ def distance(a: Product, b: Product) -> float:
 
 
 def default_path() -> Path:
-    """Returns where tilings are kept if no other path is given."""
     return home() / FILE
 
 

@@ -183,7 +183,6 @@ def values_to_quantize(parts: Sequence[Tensor], target: PackTarget) -> Any:
 
 
 def log_storage(parts: Sequence[Tensor], layout: WeightLayout, target: PackTarget) -> None:
-    """Logs formats that no kernel reads, and plain weights that are not quantized although that was asked for."""
     formats, workspace = {part.format.name for part in parts}, target.workspace
     quantize = target.quantize if all(may_quantize(part, DEVICE) for part in parts) else ""
     if quantize and not formats <= PLAIN.keys():
@@ -199,7 +198,6 @@ def log_storage(parts: Sequence[Tensor], layout: WeightLayout, target: PackTarge
 
 
 def log_growth(parts: Sequence[Tensor], workspace: Workspace) -> None:
-    """Logs formats that take more memory than in their files."""
     for format in {part.format for part in parts}:
         in_file, packed_bits = 8 * format.bytes / format.values, CODE_BITS[format.name]
         if packed_bits > NOTED_GROWTH * in_file:
@@ -214,7 +212,6 @@ def names(formats: set[str]) -> str:
 
 
 def log_once(workspace: Workspace, message: str) -> None:
-    """Logs a warning, unless it was logged before."""
     if message not in workspace.logged:
         workspace.logged.add(message)
         log.warning(message)
@@ -252,7 +249,6 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def copy_values(tensor: Tensor, target: Any, transfer: Transfer) -> None:
-    """Copies the tensor's values into `target`, by `transfer` if their bytes do not change, else in chunks."""
     if PLAIN.get(tensor.format.name) == target.dtype:
         return transfer.send(tensor.data, target)
     rows, width = tensor.shape

@@ -27,7 +27,6 @@ class RefAdapter:
         return id(weight) in self._updates
 
     def add(self, x: Floats, y: Floats, weight: Any) -> None:
-        """Adds to y, which is the product of x and the weight, what the adapter changes about it."""
         for part in self._updates[id(weight)].parts:
             y[:, part.first : part.first + len(part.b)] += x @ part.a.T @ part.b.T
 
@@ -49,7 +48,6 @@ class RefAdapters:
 
 
 def adapted(x: Floats, y: Floats, weight: Any, batch: Batch, adapters: LoadedAdapters) -> Floats:
-    """Returns y, the products of all tokens or of the sampled ones, with the updates of the rows' adapters."""
     changing = [slot for slot in np.unique(batch.adapters).tolist() if slot >= 0 and adapters[slot].changes(weight)]
     if not changing:
         return y

@@ -150,7 +150,6 @@ class RefBackend(SynchronousBackend[RefProgram]):
         return [array for layer in layers for array in layer]
 
     def logits(self, batch: Batch) -> Floats:
-        """Returns the logits of the sampled positions: [S, vocab]."""
         return self._program_of(batch).forward(batch)[0]
 
     def trial_logits(self, model: Model, kv: str, batches: Sequence[Batch], size: CacheSize) -> Floats:

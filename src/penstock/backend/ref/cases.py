@@ -124,7 +124,6 @@ def embed(rng: Random, *, format: str, tokens: int, width: int) -> Trial:
 
 
 def add_norm(rng: Random, *, tokens: int, width: int) -> Trial:
-    """Computes two norms: one without a residual, then one with the residual of the first."""
 
     def forward(ops: Ops[Any], table: Any, first: Any, second: Any) -> Any:
         x, residual = ops.add_norm(ops.embed(table), None, first, 1e-5)
@@ -339,7 +338,7 @@ BIASED_GROUPS = replace(TWO, top_k=3, groups=2, scoring="sigmoid", choice_bias=T
 UNGATED = replace(TWO, act="relu2", gated=False)
 CLAMPED = replace(TWO, top_k=4, scoring="softmax_top_k", act="clamped")
 
-from penstock.backend.ref.delta_cases import DELTA_CASES  # noqa: E402  # they are made of what is above
+from penstock.backend.ref.delta_cases import DELTA_CASES  # noqa: E402  # they import the names above
 from penstock.backend.ref.distance_cases import DISTANCE_CASES  # noqa: E402
 from penstock.backend.ref.hidden_cases import HIDDEN_CASES  # noqa: E402
 from penstock.backend.ref.llama4_cases import LLAMA4_CASES  # noqa: E402

@@ -20,7 +20,6 @@ from penstock.model.tensor import Stack
 
 
 def sigmoid_mul(rng: Random, *, width: int, gates: int) -> Trial:
-    """Returns a trial whose gate has `width` values in each row."""
     weight = Stack([random_tensor(rng, "F32", gates, width)], [None])
     return Trial(
         lambda ops, table, weight: ops.sigmoid_mul(ops.embed(table), ops.linear(ops.embed(table), weight)),

@@ -31,7 +31,6 @@ class RefHidden:
         self._kind(number, x.shape[1])[self._places(batch, group, tokens, ahead)] = x
 
     def load(self, number: int, width: int, batch: Batch, group: int) -> Floats:
-        """Returns the row at the position of each of the step's tokens."""
         return self._kind(number, width)[self._places(batch, group, np.arange(len(batch.tokens)), 0)]
 
     def _kind(self, number: int, width: int) -> Floats:
@@ -42,7 +41,6 @@ class RefHidden:
         return self.arrays[number]
 
     def _places(self, batch: Batch, group: int, tokens: NDArray[np.integer], ahead: int) -> Places:
-        """Returns where the rows of some of the step's tokens lie: block ids, and offsets in them."""
         rows = np.searchsorted(batch.row_start, tokens, side="right") - 1
         positions, size = batch.positions[tokens] + ahead, self._shape[1]
         return batch.tables[group, rows, positions // size], positions % size

@@ -41,7 +41,6 @@ class RefCache:
         return self._places.get(layer, (0, layer))[0]
 
     def layer(self, layer: int, spec: AttentionSpec) -> tuple[Floats, ...]:
-        """Returns the arrays that a layer's keys and values are in."""
         key = self._places.get(layer, (0, layer))[1], spec.kv_heads, spec.head_dim
         if key not in self.layers:
             self.kv.check(spec)

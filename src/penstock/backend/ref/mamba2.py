@@ -10,7 +10,6 @@ from penstock.model.recurrence import Mamba2Spec
 
 
 def time_steps(dt: Floats, weights: Mamba2Weights, spec: Mamba2Spec) -> Floats:
-    """Returns the time step of each head of each token: [T, heads]."""
     steps = np.logaddexp(np.float32(0), dt * np.float32(spec.dt_scale) + weights.dt_bias)
     clamped: Floats = np.clip(steps, np.float32(spec.dt_min), np.float32(spec.dt_max))
     return clamped

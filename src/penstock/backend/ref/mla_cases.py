@@ -37,7 +37,6 @@ def attend_mla(
 
 
 def tables(rng: Random, spec: AttentionSpec, tokens: int, dims: tuple[int, int]) -> list[Stack]:
-    """Returns a query for each head, and a key, of each token."""
     query = dims[0] + spec.head_dim - spec.v_dim
     return [inputs(rng, tokens, width) for width in (spec.heads * query, spec.kv_width)]
 
@@ -80,7 +79,6 @@ def sparse(rng: Random, *, spec: AttentionSpec, lengths: Sequence[int], longest:
 
 
 def whole_numbers(rng: Random, rows: int, width: int) -> Stack:
-    """Returns a table of whole numbers from -3 to 3."""
     values = rng.integers(-3, 4, (rows, width)).astype(np.float32)
     return Stack([Tensor("whole", FORMATS["F32"], (rows, width), values.reshape(-1).view(np.uint8))], [None])
 

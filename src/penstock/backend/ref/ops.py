@@ -366,7 +366,6 @@ def attention(
 
 
 def bias_of(positions: Ints, first: int, context: int, spec: AttentionSpec, biases: Floats) -> Floats:
-    """Returns the bias of each score for the distance of key and query: [heads, T, C]."""
     reach = spec.distance_bias
     distances = np.clip(first + np.arange(context) - positions[:, None], -reach, reach)
     found: Floats = biases.reshape(spec.heads, -1)[:, distances + reach]
@@ -383,7 +382,6 @@ def softmax_with_sinks(scores: Floats, sinks: Floats) -> Floats:
 
 
 def visible(positions: Ints, first: int, context: int, spec: AttentionSpec) -> NDArray[np.bool_]:
-    """Returns whether the token at each position sees each of the positions from `first` on: [T, C]."""
     others = first + np.arange(context)
     distance = positions[:, None] - others
     seen: NDArray[np.bool_] = distance >= 0 if spec.causal else distance > -spec.window
@@ -395,7 +393,6 @@ def visible(positions: Ints, first: int, context: int, spec: AttentionSpec) -> N
 
 
 def query_scales(positions: Ints, spec: AttentionSpec) -> Floats:
-    """Returns the temperature of each token's queries: [T]."""
     return (1 + spec.temperature * np.log1p((positions + 1) // spec.temperature_span)).astype(np.float32)
 
 
@@ -418,7 +415,6 @@ def choose(logits: Floats, bias: Floats | None, spec: ExpertSpec) -> tuple[NDArr
 
 
 def in_best_groups(choice: Floats, spec: ExpertSpec) -> NDArray[np.bool_]:
-    """Returns whether each expert is in one of its token's best groups: [T, count]."""
     size = spec.count // spec.groups
     groups = np.sort(choice.reshape(len(choice), spec.groups, size), axis=2)
     best = groups[..., -1:] if spec.group_score == "max" else groups[..., -2:]

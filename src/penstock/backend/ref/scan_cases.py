@@ -20,7 +20,6 @@ TOKENS = 50
 
 
 def causal_conv(rng: Random, *, spec: ConvSpec, columns: int, biased: bool, steps: Sequence[Batch]) -> Trial:
-    """Returns a trial of a convolution over rows with `columns` columns."""
 
     def forward(ops: Ops[Any], table: Any, conv: Any, *bias: Any) -> Any:
         return ops.causal_conv(0, ops.embed(table), ConvWeights(conv, bias[0] if bias else None), spec)

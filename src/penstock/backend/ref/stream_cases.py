@@ -38,7 +38,6 @@ def of_tables(rng: Random, *, op: Callable[..., Any], widths: Sequence[int], gai
 
 
 def partial_embed(rng: Random) -> Trial:
-    """Looks up tokens in a table that has rows for only the first ones."""
     tables = [Stack([random_tensor(rng, "F32", rows, 33)], [None]) for rows in (50, 20)]
     return Trial(
         lambda ops, whole, some: ops.add(ops.embed(whole), ops.embed(some, partial=True)),

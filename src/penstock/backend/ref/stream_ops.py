@@ -13,7 +13,6 @@ LEAST_SQUARE = np.float32(1e-5)  # mean square of a scaled stream, at least
 
 
 def split(x: Floats, dims: int) -> Floats:
-    """Returns [T, heads * D] as [T, heads, D], also for no tokens."""
     return x.reshape(len(x), x.shape[1] // dims, dims)
 
 

@@ -23,7 +23,7 @@ class StateRows(NamedTuple):
 
     numbers: Any  # [R, ROW_FIELDS]
     of_tokens: Any  # [T] the row of each token, -1 for one that only pads
-    chunks: Any  # [C, CHUNK_FIELDS] those of a row one after the other; one that only pads has no tokens
+    chunks: Any  # [C, CHUNK_FIELDS] row by row; padding has 0 tokens
 
 
 class ConvSizes(NamedTuple):
@@ -42,7 +42,6 @@ class ConvSizes(NamedTuple):
     def of(
         cls, conv_width: int, width: int, stride: int, offset: int, column: int = 0, gated: bool = False
     ) -> ConvSizes:
-        """Returns the constants of a convolution over `taps` positions."""
         return cls(conv_width, triton.next_power_of_2(conv_width), width, stride, column, offset, gated)
 
 
@@ -87,7 +86,6 @@ def _causal_conv(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes the convolution of some channels of one token."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     TAPS: tl.constexpr = SIZES.taps
@@ -117,7 +115,6 @@ def _causal_conv(
 
 @triton.jit
 def _store_conv_state(x, states, rows, state_stride, SIZES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Stores what the convolution of the next step begins with."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     TAPS: tl.constexpr = SIZES.taps

@@ -106,7 +106,6 @@ class DecodeConfig(NamedTuple):
 
 @triton.jit
 def with_gain(q, q_gain, d, DIMS: tl.constexpr):
-    """Returns rotated queries [QUERIES, BLOCK_D] times the gain of each dimension."""
     return (q.to(tl.float32) * tl.load(q_gain + d, d < DIMS, 0.0)[None, :]).to(q.dtype)
 
 
@@ -190,7 +189,6 @@ def attend_split(q, kv, table, kv_head, begin, end, lengths, scale, cap, CONFIG:
 
 @triton.jit
 def attend_by_kind(q, kv, table, kv_head, begin, end, lengths, scale, cap, CONFIG: tl.constexpr):
-    """Attends from `begin` to `end` as `attend_split` does, with the kernel for the cache's type."""
     if CONFIG.groups:
         return attend_kv8(q, kv, table, kv_head, begin, end, lengths, scale, CONFIG)
     else:
@@ -296,7 +294,6 @@ def _decode_attention(
 
 @triton.jit
 def _join(split_kv, sinks, out, token, tokens, kv_head, first, count, CONFIG: tl.constexpr):
-    """Joins the splits of a context, some at a time, and stores the outputs of a KV head's queries."""
     SHAPE: tl.constexpr = CONFIG.shape
     DIMS: tl.constexpr = SHAPE.dims
     GROUP: tl.constexpr = SHAPE.group
@@ -331,7 +328,6 @@ def _join(split_kv, sinks, out, token, tokens, kv_head, first, count, CONFIG: tl
 
 
 def queries_of(group: int, run: int) -> int:
-    """Returns how many pairs of token and head a program has room for."""
     return max(int(triton.next_power_of_2(group * run)), FEWEST_QUERIES)
 
 
@@ -348,7 +344,6 @@ def sizes_of(shape: KvShape, tile: int, warps: int, kv8: bool, run: int) -> tupl
 
 
 def splits_joined(shape: KvShape, run: int, warps: int) -> int:
-    """Returns how many splits of a context a program joins at a time."""
     values = int(triton.next_power_of_2(shape.group * run)) * shape.block_d
     return min(max(JOINED * 32 * warps // values, 1), MOST_JOINED)
 

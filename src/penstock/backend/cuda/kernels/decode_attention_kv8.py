@@ -1,12 +1,12 @@
 """Attention of the newest tokens over keys and values of 8 bits, in registers, where the tensor cores read them.
 
 A warp takes 16 * G positions at a time. Lane 4 * g + t of it holds 16 bytes of each 64 of keys g and g + 8, and of
-values 4 * t to 4 * t + 3 the g-th eighth: what it gives to a product if dimensions come in another order (`key_order`,
+values 4 * t to 4 * t + 3 the g-th eighth: its operands of a product with permuted dimensions (`key_order`,
 `value_order`). Tensors are shaped [t, g, warp, ...], which the compiler deals out in that order, so that the changes of
 shape below move nothing. Queries are the columns of products: 8, however few there are, or 16 of a run of tokens.
 
 Codes become float16, which holds them exactly. A value's scale is part of the exponent of its weight, so that weights
-are at most 1 whatever the scales are.
+are at most 1 with any scales.
 """
 
 from __future__ import annotations
@@ -135,9 +135,9 @@ def as_scores(values, WARPS: tl.constexpr, G: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def attend_kv8(q, kv, table, kv_head, begin, end, lengths, scale, CONFIG: tl.constexpr):
-    """Returns what queries [N, DIMS], in the order of keys, find from `begin` to `end`: their highest score, the sum of
-    weights and the mix of values [N, DIMS], in the order of values. Of a run, each query sees what the newest of its
-    `lengths` positions does."""
+    """Attends with queries [N, DIMS], in the order of keys, from `begin` to `end`; returns their highest score, the sum
+    of weights and the mix of values [N, DIMS], in the order of values. In a run, each query attends as the newest of
+    its own `lengths` positions."""
     SHAPE: tl.constexpr = CONFIG.shape
     OPTIONS: tl.constexpr = CONFIG.options
     WARPS: tl.constexpr = CONFIG.warps

@@ -59,8 +59,8 @@ def _decays(gates, chunk, CHUNK: tl.constexpr):
 
 @triton.jit
 def _products(mixed, gates, chunk, SIZES: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr):
-    """Returns the products of a chunk's keys and of its queries with its keys, decayed from the tokens of these to
-    those of the others: [CHUNK, CHUNK] each, right on and below the diagonal."""
+    """Returns the products of a chunk's keys, and of its queries, with its keys, decayed from the key's token to the
+    other one: [CHUNK, CHUNK] each, right on and below the diagonal."""
     among, scores = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
     PART: tl.constexpr = 32 if KEYS > 32 else KEYS  # more of them in registers would be spilled
     for begin in range(0, KEYS, PART):
@@ -88,7 +88,6 @@ def _solve_chunks(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Inverts the triangular system of a chunk of one head, and computes the scores of its queries against its keys."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     beta_stride, alpha_stride = strides
@@ -116,7 +115,6 @@ def _solve_chunks(
 
 @triton.jit
 def _state_rows(begin, column, head, SIZES: tl.constexpr, KEYS: tl.constexpr):
-    """Returns where KEYS rows of a head's state are, from `begin` on, and which of them there are."""
     key = begin + tl.arange(0, KEYS)[:, None]
     place = head * SIZES.k_dim * SIZES.v_dim + key * SIZES.v_dim + column
     return place, (key < SIZES.k_dim) & (column < SIZES.v_dim)
@@ -134,7 +132,6 @@ def _read(mixed, gates, chunk, begin, state, seen, read, SIZES: tl.constexpr, CH
 
 @triton.jit
 def _move_on(mixed, gates, chunk, begin, update, state, SIZES: tl.constexpr, CHUNK: tl.constexpr):
-    """Returns some rows of a state after the chunk, which begin with `begin`."""
     KEYS: tl.constexpr = state.shape[0]
     _, k = _load_keys(mixed, chunk, begin, SIZES, KEYS, CHUNK)
     at, whole = _decays(gates, chunk, CHUNK)
@@ -191,7 +188,6 @@ def _delta_chunks(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Takes some columns of one head's state through the chunks of one row."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     alpha_stride, state_stride = strides

@@ -36,7 +36,6 @@ def _short_conv(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes the short convolution of one head of q, of k or of v."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     K_HEADS: tl.constexpr = SIZES.k_heads

@@ -48,7 +48,6 @@ class Gates(NamedTuple):
 
     @property
     def strides(self) -> tuple[int, int]:
-        """Returns the distances between the rows of beta and of alpha."""
         return self.beta.stride(0), self.alpha.stride(0)
 
 
@@ -59,7 +58,6 @@ def key_head_of(head, SIZES: tl.constexpr):
 
 @triton.jit
 def softplus(x):
-    """Returns log(1 + e^x)."""
     return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
 
 
@@ -80,7 +78,6 @@ def _delta_rule(
     LEAVE_CHUNKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Takes some columns of one head's state through the tokens of one row, unless that is left to chunks."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     beta_stride, alpha_stride, state_stride = strides
@@ -105,7 +102,7 @@ def _delta_rule(
         place = head * K_DIM * V_DIM + i[:, None] * V_DIM + column[None, :]
         state = tl.load(states + begin * state_stride + place, inside & (begin >= 0), 0.0)
         rate = tl.load(log_decay + head)
-        gate = head * K_DIM + tl.minimum(i, K_DIM - 1) if SIZES.channels else head  # of each channel, or one
+        gate = head * K_DIM + tl.minimum(i, K_DIM - 1) if SIZES.channels else head  # per channel or head
         delay = tl.load(dt + gate)
         queries = mixed + first * WIDTH + key_head * K_DIM + i
         values = mixed + first * WIDTH + 2 * K_HEADS * K_DIM + head * V_DIM + column
@@ -138,7 +135,7 @@ def delta_rule(
     fixed: bool = False,
 ) -> None:
     """Takes states through the tokens of rows; with `leave_chunks`, only of rows that are not divided into chunks.
-    `fixed`: products and sums are not contracted, which the compiler might do in some turns of its loop alone."""
+    `fixed`: products and sums are not contracted, which the compiler might do in only some turns of its loop."""
     columns = min(COLUMNS, triton.next_power_of_2(sizes.v_dim))
     _delta_rule[(len(rows.numbers), sizes.v_heads, triton.cdiv(sizes.v_dim, columns))](
         *(mixed, *gates, states, rows.numbers, out),

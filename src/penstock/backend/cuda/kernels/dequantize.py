@@ -46,7 +46,6 @@ def _dequantize_rows(tokens, matrix, out, FORMAT: tl.constexpr, T: tl.constexpr,
 
 
 def dequantize_matrix(weight: QuantizedWeight, out: Any) -> None:
-    """Writes every value of a matrix to out [rows, width]."""
     grid = (triton.cdiv(weight.tiles, 4), triton.cdiv(weight.rows, 64))
     _dequantize_matrix[grid](matrix_of(weight), out, FORMAT=format_of(weight), R=4, T=4, **launch_options(4))
 

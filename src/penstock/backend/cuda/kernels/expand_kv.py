@@ -18,7 +18,6 @@ WARPS = 8
 def _expand_kv(
     kv, blocks, lines, tables, SHAPE: tl.constexpr, POSITIONS: tl.constexpr, STRIDE: tl.constexpr, PDL: tl.constexpr
 ):
-    """Copies keys and values of one head for a block of positions, and writes which blocks of the copy they are in."""
     let_next_start(PDL)
     SIZE: tl.constexpr = SHAPE.block_size
     PAGES: tl.constexpr = POSITIONS // SIZE

@@ -68,7 +68,6 @@ def scale_kind(scales: Any | None) -> int:
 
 @triton.jit
 def load_scales(matrix, line, first, there, SCALES: tl.constexpr):
-    """Returns the scales of lines for the columns from `first` on: [lines, 1]."""
     at = matrix.scales + line
     if SCALES == BLOCK_SCALES:
         at += first // SCALED_COLUMNS * matrix.lines
@@ -77,7 +76,6 @@ def load_scales(matrix, line, first, there, SCALES: tl.constexpr):
 
 @triton.jit
 def load_lines(matrix, line, first, column, there, width, SCALES: tl.constexpr):
-    """Returns a part of lines in float32; scales of rows are left out."""
     at = first + column
     inside = there[:, None] & (at < width)[None, :]
     values = tl.load(matrix.data + line[:, None] * width + at[None, :], inside, 0.0).to(tl.float32)
@@ -111,7 +109,7 @@ def _expert_gemv(
     line = tl.load(experts + pair).to(tl.int64) * (2 * rows if EPILOGUE.gated else rows) + row
     x += (pair // each).to(tl.int64) * width
     total = tl.zeros([ROWS, WIDTH], tl.float32)
-    other = total  # of the row that this one gates
+    other = total  # sums of the rows that these gate
     for start in range(0, width, WIDTH):
         at = start + column
         value = tl.load(x + at, at < width, 0.0).to(tl.float32)[None, :]
@@ -167,7 +165,6 @@ def lines_of(rows, R: tl.constexpr, GATED: tl.constexpr):
 
 @triton.jit
 def times_factors(total, factors, expert, line, rows):
-    """Multiplies the sums of an expert's lines by the factors of their matrices."""
     return total * tl.load(factors + expert.to(tl.int64) * rows + line, line < rows, 0.0)[:, None]
 
 
@@ -225,7 +222,6 @@ def quant_expert_gemv(
 
 @triton.jit
 def block_of(permutation, N: tl.constexpr):
-    """Returns a program's block: its expert, its pairs, and which of N there are."""
     entry = permutation.blocks + tl.program_id(1) * 3
     item = tl.arange(0, N)
     there = item < tl.load(entry + 2)
@@ -235,7 +231,6 @@ def block_of(permutation, N: tl.constexpr):
 
 @triton.jit
 def store_block(total, line, expert, pair, there, rows, bias, out, BIAS: tl.constexpr):
-    """Adds the bias and stores the rows at `line` of a block's products."""
     if BIAS:
         total += tl.load(bias + expert.to(tl.int64) * rows + line, line < rows, 0.0)[:, None]
     place = pair.to(tl.int64)[None, :] * rows + line[:, None]

@@ -1,7 +1,7 @@
 """Routing of tokens to experts, and the permutation that groups token-expert pairs by expert.
 
-A token's experts are those with its best scores, best first. For many tokens, pairs are permuted so that those of one
-expert are neighbours, and products run over blocks of neighbours. Pairs are counted, not sorted: one program per expert
+A token's experts are those with its best scores, best first. For many tokens, pairs are permuted so that each expert's
+pairs are neighbours, and products run over blocks of neighbours. Pairs are counted, not sorted: one program per expert
 reads all choices. Nothing here depends on a number that the host would have to know.
 """
 
@@ -146,7 +146,6 @@ class ExpertPermutation(NamedTuple):
 
     @classmethod
     def on(cls, device: torch.device, spec: ExpertSpec, tokens: int) -> ExpertPermutation:
-        """Returns memory for the pairs of at most `tokens` tokens."""
         ints = {"dtype": torch.int32, "device": device}
         pairs = tokens * spec.top_k
         return cls(
@@ -160,7 +159,6 @@ SMALLEST_BLOCK = 16  # pairs of a block
 
 
 def most_blocks(pairs: int, count: int, size: int) -> int:
-    """Returns how many blocks of `size` pairs there are at most, however experts are chosen."""
     return min(pairs, count) + pairs // size
 
 
@@ -204,7 +202,6 @@ def _permute_pairs(
 
 
 def permute_pairs(experts: Any, permutation: ExpertPermutation, size: int) -> None:
-    """Groups pairs by expert, in blocks of up to `size` pairs."""
     pairs, count = experts.numel(), len(permutation.counts) - 1
     _count_pairs[(count,)](experts, permutation.counts, pairs, BLOCK=AT_ONCE, **launch_options())
     sizes = {"COUNT": count, "SIZE": size, "BLOCK": AT_ONCE}

@@ -1,9 +1,9 @@
 """GEMM with FP8 (e4m3) matrices: each row of values, and each row of activations, has one scale.
 
 Up to 16 rows are multiplied in bfloat16 as they are, at the speed the matrix can be read: lane 4 * g + t of a warp has
-16 values that lie together, in rows g and g + 8, and the rows' values in the same order. The exponent of FP8 moves
-into that of bfloat16 without its bias, which makes values 2 ** 120 times too small; the rows' values are made 2 ** 100
-times larger, and the sums 2 ** 20 times at the end. More rows are quantized first.
+16 values that lie together, in rows g and g + 8, and the rows' values in the same order. The exponent of FP8 becomes
+the exponent of bfloat16 without its bias, which makes values 2 ** 120 times too small; the rows' values are made
+2 ** 100 times larger, and the sums 2 ** 20 times at the end. More rows are quantized first.
 """
 
 from __future__ import annotations
@@ -192,7 +192,6 @@ def _gather_fp8(tokens, values, scales, out, width, BLOCK: tl.constexpr, PDL: tl
 
 
 def gather_fp8(weight: Fp8Weight, tokens: Any, out: Any) -> None:
-    """Writes row tokens[i] of a matrix to out[i]."""
     block = min(triton.next_power_of_2(weight.width), 1024)
     grid = (len(tokens), triton.cdiv(weight.width, block))
     _gather_fp8[grid](tokens, weight.values, weight.scales, out, weight.width, BLOCK=block, **launch_options())

@@ -38,7 +38,6 @@ def store_fp8(values, to, scale_at, inside):
 
 @triton.jit
 def store_activations(values, to, scale_at, inside, FP8: tl.constexpr):
-    """Stores one row in the type of `to`; in FP8, with its scale, if FP8 is set."""
     if FP8:
         store_fp8(values, to, scale_at, inside)
     else:

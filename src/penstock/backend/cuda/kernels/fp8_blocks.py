@@ -131,7 +131,6 @@ def _gather_fp8_blocks(tokens, values, scales, out, rows, width, K: tl.constexpr
 
 
 def gather_fp8_blocks(weight: Fp8BlockWeight, tokens: Any, out: Any) -> None:
-    """Writes row tokens[i] of a matrix to out[i]."""
     grid = (len(tokens), len(weight.scales))
     _gather_fp8_blocks[grid](
         tokens, weight.values, weight.scales, out, weight.rows, weight.width, K=COLUMNS, **launch_options()

@@ -114,7 +114,6 @@ def _fetch(lines, table, boxes, ready, free, turn, span, behind, CONFIG: gl.cons
 
 @gluon.jit
 def _produce(lines, table, span, buffers, CONFIG: gl.constexpr):
-    """Copies keys and values of all tiles of positions, keys one tile ahead."""
     SHAPE: gl.constexpr = CONFIG.shape
     keys, values = _boxes(buffers.key_tiles, CONFIG), _boxes(buffers.value_tiles, CONFIG)
     key = span.kv_head * SHAPE.block_size
@@ -139,7 +138,6 @@ def await_turn(WHICH: gl.constexpr):
 
 @gluon.jit
 def give_turn(WHICH: gl.constexpr):
-    """Signals the other warpgroup to start its products."""
     if WHICH == 0:
         gl.inline_asm_elementwise("bar.arrive 15, 256; mov.u32 $0, $1;", "=r,r", [0], gl.int32, False, 1)
     else:
@@ -190,7 +188,6 @@ def take_scores(score, highest, total, own, start, scale, cap, MASKED: gl.conste
 def _turns(
     buffers, state, begin, end, span, own, scale, cap, WHICH: gl.constexpr, MASKED: gl.constexpr, CONFIG: gl.constexpr
 ):
-    """Takes the tiles of some turns into the running softmax: scores of each, and the mix of the values before."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.tile, 16])
     MIX: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.shape.dims, 16])
     highest, total, mix, weight = state
@@ -267,7 +264,6 @@ def _first_turn(buffers, span, own, scale, cap, WHICH: gl.constexpr, CONFIG: gl.
 
 @gluon.jit
 def _consume(qkv, out, sinks, span, buffers, scale, cap, WHICH: gl.constexpr, CONFIG: gl.constexpr):
-    """Attends with half of a tile's pairs of token and head."""
     SHAPE: gl.constexpr = CONFIG.shape
     DIMS: gl.constexpr = SHAPE.dims
     GROUP: gl.constexpr = SHAPE.group
@@ -360,7 +356,6 @@ def _span_of(kv_head, at, CONFIG: gl.constexpr):
 
 @gluon.jit
 def make_barriers(STAGES: gl.constexpr):
-    """Returns the barriers of each stage's keys and values: filled by one copy, freed by both warpgroups."""
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     keys_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     values_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)

@@ -36,7 +36,6 @@ class Tiling(NamedTuple):
 
 @gluon.jit
 def _fetch(matrix, left, right, ready, line, other, column, slot, wanted, BYTES: gl.constexpr):
-    """Begins the copy of both halves of a tile into shared memory."""
     barrier = ready.index(slot)
     mbarrier.expect(barrier, BYTES, pred=wanted)
     tma.async_copy_global_to_shared(matrix, [line, column], barrier, left.index(slot), pred=wanted)
@@ -45,7 +44,6 @@ def _fetch(matrix, left, right, ready, line, other, column, slot, wanted, BYTES:
 
 @gluon.jit
 def _fetch_items(x, items, ready, first, last, steps, STAGES: gl.constexpr, WIDTH: gl.constexpr):
-    """Begins the copies of the first tiles of x into shared memory."""
     for stage in gl.static_range(STAGES):
         at = first + stage
         tma.async_copy_global_to_shared(x, [0, at % steps * WIDTH], ready.index(stage), items.index(stage), at < last)
@@ -53,7 +51,6 @@ def _fetch_items(x, items, ready, first, last, steps, STAGES: gl.constexpr, WIDT
 
 @gluon.jit
 def _sum_splits(parts, place, first, split, SIZE: gl.constexpr):
-    """Returns the sums that all programs of a line left for both halves of a tile."""
     left = gl.load(parts + first * SIZE + place, cache_modifier=".cg")
     right = gl.load(parts + first * SIZE + SIZE // 2 + place, cache_modifier=".cg")
     for program in range(first + 1, first + split):
@@ -64,7 +61,6 @@ def _sum_splits(parts, place, first, split, SIZE: gl.constexpr):
 
 @gluon.jit
 def _affine(total, line, item, rows, count, scales, item_scales, bias, SCALED: gl.constexpr, BIAS: gl.constexpr):
-    """Returns sums times the scales of both sides, plus the bias."""
     if SCALED:
         total *= gl.load(scales + line, line < rows, 0.0) * gl.load(item_scales + item, item < count, 0.0)
     if BIAS:
@@ -74,7 +70,6 @@ def _affine(total, line, item, rows, count, scales, item_scales, bias, SCALED: g
 
 @gluon.jit
 def _unscaled(total, top, rows, count, scales, item_scales):
-    """Returns the input that `_affine` turns into these sums."""
     LAYOUT: gl.constexpr = total.type.layout
     line = top + gl.arange(0, total.shape[0], gl.SliceLayout(1, LAYOUT))[:, None]
     item = gl.arange(0, total.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
@@ -274,12 +269,10 @@ def _hopper_gemm(
 
 
 def items_of(count: int) -> int:
-    """Returns how many rows `count` rows are padded to."""
     return max(1 << (count - 1).bit_length(), 8)
 
 
 def steps_of(width: int, itemsize: int) -> int:
-    """Returns how many tiles lie side by side in a row of the matrix."""
     return -(-width * itemsize // LINE)
 
 
@@ -333,11 +326,9 @@ def hopper_gemm(
 
 
 def updates_arguments(updates: ProductUpdates) -> tuple[Any, ...]:
-    """Returns the kernel's arguments for updates: addresses, numbers, and the room for adapters."""
     return updates[:4], *updates[4:], len(updates.tiles)
 
 
 def described(tensor: Any, rows: int, columns: int) -> Any:
-    """Returns a tensor's description for the copy engine."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=LINE, element_bitwidth=8 * tensor.element_size(), rank=2)
     return TensorDescriptor.from_tensor(tensor, [rows, columns], layout)

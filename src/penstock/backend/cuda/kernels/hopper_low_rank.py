@@ -49,7 +49,6 @@ def _add(a, b):
 
 @gluon.jit
 def prefetch(address, size):
-    """Begins to load bytes at each address into the L2 cache."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
         "=r,l,r",
@@ -83,9 +82,9 @@ def in_groups(values):
 
 @gluon.jit
 def find_side(updates, slot, tile, part, split, row_slot, GATED: gl.constexpr, RIGHT: gl.constexpr):
-    """Returns for one half of a tile where each adapter's rows of B are and how many chunks these have; and for each
-    row of the step the first chunk of h and how many. Begins to bring B to the L2 cache: every `split`-th group's, from
-    `part` on, which are those that this program multiplies."""
+    """Returns for one half of a tile where each adapter's rows of B are and how many chunks they have, and for each row
+    of the step the first chunk of h and their number. Begins to bring every `split`-th group of B, from `part` on, to
+    the L2 cache: this program multiplies these."""
     block = tile // 2 if GATED else tile
     SIDE: gl.constexpr = 1 if GATED and RIGHT else 0
     place, _, chunks = block_of(slot, updates, block, SIDE)
@@ -148,7 +147,6 @@ def load_b(side, work, groups):
 
 @gluon.jit
 def store_b(tile, pairs):
-    """Stores B of a group of adapters side by side: [64, 64]."""
     PAIRS: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
     tile._reinterpret(gl.int32, [64, 32], PAIRS).store(gl.reshape(pairs, [64, 32]))
 

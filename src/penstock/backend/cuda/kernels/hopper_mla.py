@@ -87,7 +87,6 @@ class MlaBuffers(NamedTuple):
 
 @gluon.jit
 def boxes_of(buffer, CONFIG: gl.constexpr):
-    """Returns a view of stages [STAGES, TILE, D] as boxes [*, TILE, COLUMNS], in the order of shared memory."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     COUNT: gl.constexpr = CONFIG.stages * buffer.shape[2] // COLUMNS
     TILE: gl.constexpr = CONFIG.tile
@@ -96,7 +95,6 @@ def boxes_of(buffer, CONFIG: gl.constexpr):
 
 @gluon.jit
 def copy_tile(lines, boxes, barrier, line, stage, DIMS: gl.constexpr):
-    """Begins the copies of a tile of lines [*, DIMS]."""
     for part in gl.static_range(DIMS // COLUMNS):
         box = boxes.index(stage * (DIMS // COLUMNS) + part)
         tma.async_copy_global_to_shared(lines, [line, part * COLUMNS], barrier, box)
@@ -117,7 +115,6 @@ def copy_keys(nope, rope, buffers, turn, span, CONFIG: gl.constexpr):
 
 @gluon.jit
 def copy_values(values, buffers, turn, span, CONFIG: gl.constexpr):
-    """Begins the copies of a tile of values, when its stage is free."""
     stage = turn % CONFIG.stages
     mbarrier.wait(buffers.values_free.index(stage), (turn // CONFIG.stages & 1) ^ 1)
     barrier = buffers.values_ready.index(stage)
@@ -128,7 +125,6 @@ def copy_values(values, buffers, turn, span, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _produce(nope, rope, values, span, buffers, CONFIG: gl.constexpr):
-    """Copies keys and values of all tiles of positions, keys one tile ahead."""
     turns = span.last - span.begin + 1
     if span.count > 0:
         copy_keys(nope, rope, buffers, 0, span, CONFIG)
@@ -140,7 +136,6 @@ def _produce(nope, rope, values, span, buffers, CONFIG: gl.constexpr):
 
 @gluon.jit
 def start_scores(buffers, stage, zeros, WHICH: gl.constexpr):
-    """Begins both products of queries with a tile of keys."""
     nope, rope = buffers.nope_tiles.index(stage).permute((1, 0)), buffers.rope_tiles.index(stage).permute((1, 0))
     score = warpgroup_mma(buffers.nope_queries.index(WHICH), nope, zeros, use_acc=False, is_async=True)
     return warpgroup_mma(buffers.rope_queries.index(WHICH), rope, score, is_async=True)
@@ -150,7 +145,6 @@ def start_scores(buffers, stage, zeros, WHICH: gl.constexpr):
 def _turns(
     buffers, state, begin, end, span, own, scale, WHICH: gl.constexpr, MASKED: gl.constexpr, CONFIG: gl.constexpr
 ):
-    """Takes the tiles of some turns into the running softmax: scores of each, and the mix of the values before."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.tile, 16])
     MIX: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.v_dim, 16])
     TILE: gl.constexpr = CONFIG.tile
@@ -180,7 +174,6 @@ def _turns(
 
 @gluon.jit
 def _first_turn(buffers, softmax, span, own, scale, WHICH: gl.constexpr, CONFIG: gl.constexpr):
-    """Takes the last tile of positions into a running softmax; its values are not mixed yet."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.tile, 16])
     MIX: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.v_dim, 16])
     TILE: gl.constexpr = CONFIG.tile
@@ -201,7 +194,6 @@ def _first_turn(buffers, softmax, span, own, scale, WHICH: gl.constexpr, CONFIG:
 
 @gluon.jit
 def _store_queries(q, to, span, first, WHICH: gl.constexpr, CONFIG: gl.constexpr):
-    """Stores the dimensions from `first` on of a warpgroup's queries to shared memory."""
     DIMS: gl.constexpr = to.shape[1]
     ACROSS: gl.constexpr = DIMS // 8
     FLAT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
@@ -214,7 +206,6 @@ def _store_queries(q, to, span, first, WHICH: gl.constexpr, CONFIG: gl.constexpr
 
 @gluon.jit
 def _found_before(carry, span, WHICH: gl.constexpr, CONFIG: gl.constexpr):
-    """Returns the running softmax over earlier pieces: the highest score, the sum of weights and the mix."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.tile, 16])
     MIX: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.v_dim, 16])
     index = WHICH * QUERIES + gl.arange(0, QUERIES, gl.SliceLayout(1, SCORES))
@@ -231,7 +222,6 @@ def _found_before(carry, span, WHICH: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _leave(softmax, carry, span, WHICH: gl.constexpr, CONFIG: gl.constexpr):
-    """Stores a running softmax for the next piece."""
     MIX: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.v_dim, 16])
     highest, total, mix = softmax
     index = WHICH * QUERIES + gl.arange(0, QUERIES, highest.type.layout)
@@ -259,7 +249,6 @@ def _answer(mix, out, span, room, WHICH: gl.constexpr, CONFIG: gl.constexpr):
 
 @gluon.jit
 def _consume(q, out, carry, span, buffers, scale, WHICH: gl.constexpr, CONFIG: gl.constexpr):
-    """Attends with half of a tile's tokens."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.tile, 16])
     MIX: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, CONFIG.v_dim, 16])
     queries = buffers.nope_queries.index(WHICH)
@@ -291,21 +280,18 @@ def _consume(q, out, carry, span, buffers, scale, WHICH: gl.constexpr, CONFIG: g
 
 @gluon.jit
 def _first_half(q, out, carry, span, buffers, scale, CONFIG: gl.constexpr):
-    """Attends with the first half of a tile, if it sees something of the piece."""
     if span.count > 0:
         _consume(q, out, carry, span, buffers, scale, 0, CONFIG)
 
 
 @gluon.jit
 def _second_half(q, out, carry, span, buffers, scale, CONFIG: gl.constexpr):
-    """Attends with the second half of a tile, if it sees something of the piece."""
     if span.count > 0:
         _consume(q, out, carry, span, buffers, scale, 1, CONFIG)
 
 
 @gluon.jit
 def _span_of(tiles, starts, count, begin, CONFIG: gl.constexpr):
-    """Returns the queries and the keys and values of a program."""
     TILE: gl.constexpr = CONFIG.tile
     ROOM: gl.constexpr = CONFIG.room
     TOGETHER: gl.constexpr = CONFIG.together

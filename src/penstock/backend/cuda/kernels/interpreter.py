@@ -14,7 +14,6 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def dot(a, b):
-    """Returns a @ b in float32."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
     else:

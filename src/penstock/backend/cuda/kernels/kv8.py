@@ -27,13 +27,11 @@ def largest_of(lines: Any, scales: Any | None) -> float:
 
 @triton.jit
 def scale_of(largest, LARGEST: tl.constexpr):
-    """Returns the scale of a line whose largest absolute value is `largest`."""
     return tl.maximum(largest, 1e-12) / LARGEST
 
 
 @triton.jit
 def quantize_kv(values, scale, dtype: tl.constexpr):
-    """Returns values / scale as the nearest that `dtype` has."""
     values = values / scale
     values = tl.floor(values + 0.5) if dtype == tl.int8 else rounded_to_e4m3(values)
     return values.to(dtype)

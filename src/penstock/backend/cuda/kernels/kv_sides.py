@@ -42,12 +42,11 @@ class KvKinds(NamedTuple):
 
 
 def is_apart(cache: Any) -> bool:
-    """Returns True if a cache consists of keys and values in tensors of their own."""
     return isinstance(cache, tuple)
 
 
 def kinds_of(cache: Any, scales: Any | None) -> KvKinds:
-    """Returns the values of a cache, [blocks, 2, kv_heads, block_size, D], or a pair of keys and values."""
+    """Returns the kinds of a cache, [blocks, 2, kv_heads, block_size, D] or a pair of keys and values."""
     if not is_apart(cache):
         largest = largest_of(cache, scales)
         return KvKinds(largest, largest, False)
@@ -120,7 +119,6 @@ def load_nibbles(lines, scales, line, inside, SHAPE: tl.constexpr):
 
 @triton.jit
 def store_lines(side, line, values, there, SHAPE: tl.constexpr, LARGEST: tl.constexpr):
-    """Stores values [N, BLOCK_D], float32, as lines [N] where they are `there`."""
     lines, scales = side
     d = tl.arange(0, SHAPE.block_d)
     inside = there[:, None] & (d < SHAPE.dims)[None, :]

@@ -40,7 +40,6 @@ class KvShape(NamedTuple):
 
     @property
     def apart(self) -> int:
-        """Returns how many lines a value lies behind its key."""
         return self.kv_heads * self.block_size
 
 
@@ -88,7 +87,6 @@ def line_of(block, offset, kv_head, SHAPE: tl.constexpr):
 
 @triton.jit
 def first_seen(begin, length, OPTIONS: tl.constexpr):
-    """Returns the first position, from `begin` on, that the newest of `length` positions sees."""
     if OPTIONS.window:
         begin = tl.maximum(begin, length - OPTIONS.window)
     if OPTIONS.chunk:
@@ -127,7 +125,6 @@ def soft_capped(score, cap):
 
 @triton.jit
 def store_mix(out, row, column, mix, total, wanted, DIMS: tl.constexpr):
-    """Stores mix / total as rows of `out` [*, DIMS]."""
     target = out + row[:, None] * DIMS + column[None, :]
     tl.store(target, (mix / total[:, None]).to(out.dtype.element_ty), wanted)
 

@@ -140,7 +140,6 @@ def _shrink(
 
 @triton.jit
 def load_block(b, at, chunk, chunks):
-    """Returns B's tile of a chunk of ranks: [COLUMNS, RANKS], zeros if there is none."""
     line = tl.arange(0, 128)[:, None] * 16 + tl.arange(0, 16)[None, :]
     return tl.load(b + (at.to(tl.int64) + chunk * 128) * 16 + line, chunk < chunks, 0.0)
 
@@ -226,14 +225,12 @@ def _expand(
 
 
 def split_of(width: int, rows: RowTiles, chunks: int) -> int:
-    """Returns how many programs share the columns of A."""
     if rows.size == DECODE_ROWS:
         return SPLIT
     return max(min(-(-width // 512), SPLIT, -(-PROGRAMS // (len(rows.tiles) * chunks))), 1)
 
 
 def values_needed(rows: int, tokens: int, chunks: int) -> int:
-    """Returns the values of h in a step of `rows` decoding rows, and of `tokens` tokens."""
     return max(SPLIT * rows * chunks, PROMPT_ROWS * PROGRAMS + tokens * chunks) * RANKS
 
 

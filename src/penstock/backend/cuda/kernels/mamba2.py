@@ -72,7 +72,6 @@ def _selective_scan(
     MOST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Takes some columns of one head's state through the tokens of one row, if they are at most MOST."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     HEADS: tl.constexpr = SIZES.heads
@@ -121,7 +120,6 @@ def _state_part(part, column, head, SIZES: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def _load_state(state, there, column, head, SIZES: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr):
-    """Returns some columns of a head's state in parts; zeros if it is not `there`."""
     parts = ()
     for part in tl.static_range(PARTS):
         place, inside = _state_part(part, column, head, SIZES, PART)
@@ -150,7 +148,6 @@ def _decays(delays, count, bias, rate, scaling, SIZES: tl.constexpr, CHUNK: tl.c
 
 @triton.jit
 def _load_keys(keys, count, part, SIZES: tl.constexpr, PART: tl.constexpr, CHUNK: tl.constexpr):
-    """Returns PART columns at `keys` of a chunk's tokens, after the parts before."""
     WIDTH: tl.constexpr = SIZES.heads * SIZES.head_dim + 2 * SIZES.groups * SIZES.state_dim
     i, k = tl.arange(0, CHUNK)[:, None], part * PART + tl.arange(0, PART)[None, :]
     return tl.load(keys + i * WIDTH + k, (i < count) & (k < SIZES.state_dim), 0.0)
@@ -207,7 +204,6 @@ def _chunked_scan(
     LEAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Takes some columns of one head's state through the chunks of one row, if it has at least LEAST tokens."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     HEAD_DIM: tl.constexpr = SIZES.head_dim
@@ -258,7 +254,6 @@ def _gate_and_norm(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Applies the gate silu(z) to the states' output, and the norm to `width` values of one token."""
     let_next_start(PDL)
     wait_for_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -311,7 +306,6 @@ def mamba2(
 
 
 def gate_and_norm(zxbcdt: Any, weights: Mamba2Weights, spec: Mamba2Spec, raw: Any, out: Any) -> None:
-    """Computes raw * silu(z) and, where there is a gain, the norm of it."""
     normed = weights.gain is not None
     width = spec.inner // spec.norm_groups if normed else min(spec.inner, 1024)
     block = triton.next_power_of_2(width)

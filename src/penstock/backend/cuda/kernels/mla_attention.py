@@ -228,7 +228,6 @@ def attend_mla(
 
 @triton.jit
 def join_splits(split_kv, first, count, head, there, wanted, SHAPE: tl.constexpr):
-    """Returns the sum of weights and the mix of values of all splits of a context."""
     V_DIM: tl.constexpr = SHAPE.v_dim
     v = tl.arange(0, SHAPE.block_v)
     highest, total, mix = no_scores(SHAPE.queries, SHAPE.block_v)
@@ -331,7 +330,6 @@ def _mla_selected(
     TOP_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Attends from a token that sees more than TOP_K positions to those that were selected."""
     let_next_start(PDL)
     HEADS: tl.constexpr = SHAPE.heads
     V_DIM: tl.constexpr = SHAPE.v_dim
@@ -431,7 +429,6 @@ def mla_selected(
 
 
 def tiled(tiling: MlaTiling, cache: Any, scales: Any | None, out: Any, v_dim: int) -> tuple[MlaShape, dict[str, Any]]:
-    """Returns the constants of a launch, and its other keyword arguments."""
     queries, tile, warps, stages = tiling
     rope_dims = cache.shape[2] - v_dim
     shape = MlaShape(

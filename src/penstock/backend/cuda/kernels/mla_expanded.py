@@ -30,7 +30,6 @@ class ExpandedKv(NamedTuple):
 
     @classmethod
     def within(cls, memory: Any, dims: MlaDims, room: int) -> ExpandedKv:
-        """Returns a piece of `positions` positions at the beginning of a flat tensor."""
         keys, values, rope = room * dims.heads * dims.nope, room * dims.heads * dims.v_dim, room * dims.rope
         return cls(
             memory[:keys].view(dims.heads, room, dims.nope),
@@ -78,7 +77,6 @@ def _expand_latents(
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Computes keys and values of one head from the latents of a block of positions."""
     let_next_start(PDL)
     DIMS: tl.constexpr = SHAPE.dims
     BLOCK_N: tl.constexpr = SHAPE.block_n
@@ -136,7 +134,6 @@ def _fold(
     TILE: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Takes a tile of keys and values into the running softmax (highest score, sum of weights, mix of values)."""
     DIMS: tl.constexpr = SHAPE.dims
     q_nope, q_rope = queries
     highest, total, mix = softmax
@@ -271,7 +268,6 @@ def mla_expanded(
 
 
 def shape_of(expanded: ExpandedKv) -> ExpandedShape:
-    """Returns the constants of launches over a piece. Attention does not ask for the rank."""
     heads, room, nope = expanded.k.shape
     dims = MlaDims(heads, nope, expanded.rope.shape[1], 0, expanded.v.shape[2])
     blocks = (max(triton.next_power_of_2(size), 16) for size in (dims.nope, dims.rope, dims.v_dim))

@@ -1,9 +1,9 @@
 """Quantized weights in registers, where the tensor cores read them: no value passes through shared memory.
 
-A matrix lies in tiles of 16 rows and 64 columns (quantize.py packs them). Of the 16 columns of step c, lane 4 * g + t
-of a warp holds rows g and g + 8 (`half` 0, 1) at columns 2 * t + e and 2 * t + 8 + e (`side` 0, 1; e 0, 1): what it
-gives to one 16 x 16 product. Tensors are shaped [t, g, A, B, C, ...]: lanes first, then three axes of tiles, the first
-spread over warps. The compiler deals axes out in that order, so that the changes of shape below move nothing.
+A matrix lies in tiles of 16 rows and 64 columns (pack_quantized.py). Of the 16 columns of step c, lane 4 * g + t of a
+warp holds rows g and g + 8 (`half` 0, 1) at columns 2 * t + e and 2 * t + 8 + e (`side` 0, 1; e 0, 1): its operands
+of one 16 x 16 product. Tensors are shaped [t, g, A, B, C, ...]: lanes first, then three axes of tiles, the
+first spread over warps. The compiler deals axes out in that order, so that the changes of shape below move nothing.
 
 Axis B runs along a row of tiles. Axis A does too, STEP tiles at a time, or down the rows where STEP is 0. `row` is an
 index of tiles shaped like these tensors, `column` the first tile's.
@@ -202,7 +202,7 @@ def bytes_of(words, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def codes_of(words, more, base, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, FORMAT: tl.constexpr):
-    """Returns 128 + code of 4, 5 or 6 bits, a byte less 128, or what a table has for a code, each exact in bfloat16:
+    """Returns 128 + code of 4, 5 or 6 bits, a byte less 128, or a table's entry for a code, each exact in bfloat16:
     [t, g, A, B, C, c, half, side, e]."""
     if FORMAT.table:
         return looked_up(words, FORMAT.table)
@@ -222,7 +222,6 @@ def float16_of(words):
 
 @triton.jit
 def signed_byte(words, i: tl.constexpr):
-    """Returns byte i of each word, with its sign, as float32."""
     return ((words << (24 - 8 * i)) >> 24).to(tl.float32)
 
 
@@ -249,7 +248,6 @@ def power_of_two(words, i: tl.constexpr):
 
 @triton.jit
 def e8m0_of(words):
-    """Splits each word into its four powers of two, as float32: [...] -> [..., 2, 2]."""
     even = tl.join(power_of_two(words, 0), power_of_two(words, 2))
     return tl.join(even, tl.join(power_of_two(words, 1), power_of_two(words, 3)))
 
@@ -297,7 +295,6 @@ def affine_of(factors, supers, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr
 def load_codes(
     matrix, row, column, A: tl.constexpr, B: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr, FORMAT: tl.constexpr
 ):
-    """Returns the words of the codes' low bits, and of their high bits where they have any."""
     words = load_words(matrix.low, row, column, matrix.tiles, A, B, STEP, EVEN, 8 if FORMAT.high == 4 else 4)
     more = words
     if FORMAT.high == 1 or FORMAT.high == 2:
@@ -309,7 +306,6 @@ def load_codes(
 def load_tiles(
     matrix, row, column, A: tl.constexpr, B: tl.constexpr, STEP: tl.constexpr, EVEN: tl.constexpr, FORMAT: tl.constexpr
 ):
-    """Returns the parts of tiles: low bits, high bits, factors, and factors of the factors."""
     words, more = load_codes(matrix, row, column, A, B, STEP, EVEN, FORMAT)
     factors = load_factors(matrix.scales, row, column, matrix.tiles, A, B, STEP, EVEN, FORMAT.words)
     outer = factors

@@ -2,7 +2,7 @@
 
 GPUs of compute capability 9.0 and up hide a kernel's start behind the end of the one before it. Every kernel of a step
 first calls `let_next_start`, and calls `wait_for_previous` before it reads what another kernel wrote and before it
-writes anything. What it loads earlier can only be weights, or the numbers that describe the step.
+writes anything. Before that it may load only weights and the numbers that describe the step.
 """
 
 from __future__ import annotations

@@ -41,12 +41,10 @@ QUERIES = 128  # pairs of token and head in a tile
 
 
 def tokens_per_tile(group: int) -> int:
-    """Returns the tokens of a tile if `group` query heads share a KV head."""
     return max(QUERIES // group, 1)
 
 
 def queries_per_tile(shared: int) -> int:
-    """Returns the room of a tile, in pairs of token and head, if `group` query heads share a KV head."""
     return max(QUERIES, int(triton.next_power_of_2(shared)))
 
 
@@ -77,7 +75,6 @@ def bias_of(biases, head, distance, REACH: tl.constexpr):
 
 @triton.jit
 def _fold(q, keys, values, scales, visible, bias, scale, cap, softmax, MASKED: tl.constexpr, CONFIG: tl.constexpr):
-    """Takes a tile of keys and values into the running softmax (highest score, sum of weights, mix of values)."""
     highest, total, mix = softmax
     score = tl.dot(q, tl.trans(keys).to(q.dtype), input_precision="ieee") * scale
     if CONFIG.kinds.keys > INT4:
@@ -97,7 +94,6 @@ def _fold(q, keys, values, scales, visible, bias, scale, cap, softmax, MASKED: t
 
 @triton.jit
 def load_scales(side, line, seen, otherwise, LARGEST: tl.constexpr):
-    """Returns the scales of lines [TILE] where they have 8 bits."""
     if LARGEST > INT4:
         return tl.load(side[1] + line) if seen is None else tl.load(side[1] + line, seen, 0.0)
     else:
@@ -106,7 +102,6 @@ def load_scales(side, line, seen, otherwise, LARGEST: tl.constexpr):
 
 @triton.jit
 def load_kv(kv, line, d, scale, inside, seen, CONFIG: tl.constexpr):
-    """Returns the keys and values of lines [TILE], and both their scales where they have 8 bits."""
     SHAPE: tl.constexpr = CONFIG.shape
     KINDS: tl.constexpr = CONFIG.kinds
     key_lines, value_lines = key_side(kv, SHAPE, KINDS), value_side(kv, SHAPE, KINDS)

@@ -60,7 +60,6 @@ def load_rows(x, stride, column, count, width, TILING: tl.constexpr, COLUMNS: tl
 
 @triton.jit
 def spread(factor, BATCH: tl.constexpr, M: tl.constexpr, COLUMNS: tl.constexpr):
-    """Repeats a factor for every column: [t, g, W, G, R, group, half] -> [BATCH, M, COLUMNS]."""
     factor = tl.permute(factor, [3, 5, 2, 4, 6, 1, 0])
     if COLUMNS == 4:
         return tl.reshape(factor, [BATCH, M, 4])
@@ -162,7 +161,6 @@ def tile_rows(rows, R: tl.constexpr, GATED: tl.constexpr):
 
 @triton.jit
 def finish(y, bias, out, count, rows, out_stride, COLUMNS: tl.constexpr, CONFIG: tl.constexpr):
-    """Stores a program's sums [16 * R, COLUMNS] after their epilogue."""
     R: tl.constexpr = CONFIG.tiling.tiles
     EPILOGUE: tl.constexpr = CONFIG.epilogue
     first = tl.program_id(0)
@@ -204,7 +202,6 @@ def _quant_gemm_small(x, matrix, bias, out, count, x_stride, out_stride, CONFIG:
 
 
 def programs_for(rows: int, tiling: Tiling, gated: bool) -> int:
-    """Returns how many programs write `rows` rows of outputs."""
     return int(triton.cdiv(rows, 16 * tiling.tiles // (2 if gated else 1)))
 
 

@@ -77,7 +77,6 @@ def load_supers(matrix, row, column, SHAPE: tl.constexpr, EVEN: tl.constexpr, N:
 
 @triton.jit
 def load_blocks(matrix, row, column, W: tl.constexpr, S: tl.constexpr, EVEN: tl.constexpr, FORMAT: tl.constexpr):
-    """Returns the parts of blocks: low bits, high bits, factors, and factors of the factors."""
     TILES: tl.constexpr = 8 // FORMAT.groups
     G: tl.constexpr = S * TILES
     SHAPE: tl.constexpr = (W, S, TILES)
@@ -110,7 +109,6 @@ def above(words, W: tl.constexpr, S: tl.constexpr, GROUPS: tl.constexpr):
 
 @triton.jit
 def spread(factor, W: tl.constexpr, S: tl.constexpr, R: tl.constexpr):
-    """Lays factors out as sums lie: [t, g, W, S, R, e, half] -> [S * W, 16 * R, 8]."""
     return tl.reshape(tl.permute(factor, [3, 2, 4, 6, 1, 0, 5]), [S * W, 16 * R, 8])
 
 
@@ -133,7 +131,6 @@ def affine(factors, supers, W: tl.constexpr, S: tl.constexpr, R: tl.constexpr, F
 
 @triton.jit
 def add_blocks(total, blocks, items, base, FORMAT: tl.constexpr, TILING: tl.constexpr):
-    """Adds to `total` the products of blocks with their part of the row."""
     W: tl.constexpr = TILING.warps
     S: tl.constexpr = TILING.blocks
     R: tl.constexpr = TILING.tiles

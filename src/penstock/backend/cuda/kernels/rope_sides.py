@@ -70,7 +70,6 @@ def load_rotated(source, there, rope, position, d, q_gain, IS_QUERY: tl.constexp
 
 @triton.jit
 def transformed(source, there, rope, position, q_gain, IS_QUERY: tl.constexpr, CONFIG: tl.constexpr):
-    """Returns heads after RoPE and, where keys have 4 bits, the transform: [HEADS, BLOCK_D] float32."""
     BLOCK_D: tl.constexpr = CONFIG.shape.block_d
     HEADS: tl.constexpr = CONFIG.heads
     CHUNK: tl.constexpr = CONFIG.chunk

@@ -58,7 +58,6 @@ def row_maximum(maxima, row, chunks, CHUNKS: tl.constexpr):
 
 @triton.jit
 def load_chunk(logits, row, chunk, vocab, CHUNK: tl.constexpr):
-    """Returns the tokens of a chunk and their logits; beyond the vocabulary there is -inf."""
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     return token, tl.load(logits + row * vocab + token, token < vocab, -float("inf"))
 

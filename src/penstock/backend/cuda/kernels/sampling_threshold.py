@@ -108,7 +108,6 @@ def _find_level(limits, scratch, chunks, LEVELS: tl.constexpr, PDL: tl.constexpr
 
 @triton.jit
 def _gather_candidates(limits, scratch, vocab, CHUNK: tl.constexpr, LEVELS: tl.constexpr, PDL: tl.constexpr):
-    """Gathers the weights at and above the level, in any order."""
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
@@ -138,7 +137,6 @@ def _above(weights, base, bits, floor, vocab, MASS: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def halved(low, high, middle, enough):
-    """Returns the half of a range of bits in which the threshold lies."""
     return tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
 
 

@@ -68,7 +68,6 @@ class SegmentConfig(NamedTuple):
 
 @triton.jit
 def join(softmax, found):
-    """Returns a running softmax after the next segment."""
     highest, total, mix = softmax
     peaks, totals, mixes = found
     peak = tl.maximum(highest, peaks)

@@ -2,7 +2,7 @@
 
 Prompts, answers and drafts attend in the absorbed form, with one compiled kernel. A program has some pairs of token and
 head of a run, and goes through a whole context or one segment of it. Where positions are selected, it leaves tokens
-that see more of them to `mla_selected`, in which a program has all of what a token selects.
+that see more of them to `mla_selected`, in which a program has all positions that a token selects.
 """
 
 from __future__ import annotations

@@ -13,13 +13,11 @@ from penstock.backend.cuda.kernels.pdl import launch_options, let_next_start, wa
 
 @triton.jit
 def silu(x):
-    """Returns x * sigmoid(x)."""
     return x / (1.0 + tl.exp(-x))
 
 
 @triton.jit
 def gelu(x):
-    """Returns x times the part of a normal distribution below x."""
     return x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
 
 

@@ -26,7 +26,6 @@ class SplitKScratch(NamedTuple):
 
     @classmethod
     def on(cls, device: torch.device) -> SplitKScratch:
-        """Returns scratch memory for the largest product on a device."""
         return cls(torch.empty(MAX_PARTIALS, device=device), torch.zeros(MAX_TILES, dtype=torch.int32, device=device))
 
 
@@ -66,7 +65,6 @@ def joined(total, line, item, wanted, rows, count, scratch, SPLIT: tl.constexpr)
 
 @triton.jit
 def store_tile(total, line, item, wanted, rows, bias, out, out_stride, BIAS: tl.constexpr):
-    """Adds the bias and stores the `wanted` part of the tile [line, item] of the output, which is [count, rows]."""
     if BIAS:
         total += tl.load(bias + line, line < rows, 0.0)
     tl.store(out + item * out_stride + line, total.to(out.dtype.element_ty), wanted)

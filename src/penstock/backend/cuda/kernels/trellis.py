@@ -65,13 +65,11 @@ def code_book_of(kind: str, bits: int) -> CodeBook:
 
 @triton.jit
 def half_of(bits):
-    """Returns the float16 numbers that the low halves of words are."""
     return (bits & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def numbers_of(states, BOOK: tl.constexpr):
-    """Returns the numbers of states, as float16."""
     product = states * BOOK.factor + BOOK.added
     if BOOK.bytes:
         pairs = (product & 0xFF00FF) + ((product >> 8) & 0xFF00FF)
@@ -106,7 +104,6 @@ def load_numbers(words, first, row, rows, K: tl.constexpr, N: tl.constexpr, BOOK
 
 @triton.jit
 def hadamard():
-    """Returns the Hadamard matrix of 128 values, of ones and minus ones."""
     common = tl.arange(0, 128)[:, None] & tl.arange(0, 128)[None, :]
     common ^= common >> 4
     common ^= common >> 2
@@ -225,7 +222,6 @@ def trellis_gemm(
 
 
 def dequantize_trellis(weight: TrellisWeight, out: Any) -> None:
-    """Writes every value of a weight to out [rows, width]."""
     _dequantize_trellis[weight.rows // 128, weight.width // 128](
         weight.words, weight.suh, weight.svh, out, weight.rows, weight.width, BOOK=weight.code_book, **launch_options(8)
     )
