@@ -293,9 +293,9 @@ class Runner(Protocol):
     """
 
     def load(self, model: Model, program: int = 0, token_ids: Sequence[int] = ()) -> None:
-        """Takes a packed model and gets ready to run its forward pass for batches with this program number. All
-        programs are loaded before `reserve_kv`. Where a model samples from another vocabulary than it reads,
-        `token_ids` has the token that each sampled one is read as when it comes back as LAST_SAMPLED."""
+        """Prepares to run a packed model's forward pass for batches with this program number. All programs are loaded
+        before `reserve_kv`. Where a model samples from another vocabulary than it reads, `token_ids` maps each sampled
+        token to the token that LAST_SAMPLED reads."""
 
     def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
         """Reserves the KV cache of every program. `states` counts recurrent states: one for each slot and, after them,
@@ -303,9 +303,9 @@ class Runner(Protocol):
         are one group."""
 
     def launch(self, batch: Batch) -> Ticket:
-        """Starts a step. The batch's arrays are never written to again: a backend may keep them until `wait`. Raises
-        OutOfMemory where there is none for it; it may be launched again then, as another step. Where the batch has
-        constrained positions, `constrain` must follow before anything else is launched."""
+        """Starts a step. Nobody may write to the batch's arrays afterwards: a backend may keep them until `wait`.
+        Raises OutOfMemory if memory is short; the batch may then be launched again as another step. If it has
+        constrained positions, `constrain` must follow before the next launch."""
 
     def constrain(self, ticket: Ticket, words: Ints) -> None:
         """Gives a launched step the bitmasks of its constrained positions, [C, ceil(vocab / 32)], lowest bit first.
@@ -439,8 +439,8 @@ class Sleeper(Protocol):
 
     def sleep(self) -> int:
         """Moves weights to host memory and drops the contents of the KV cache and of recurrent states; returns the
-        bytes that this takes in host memory. Nothing may be launched or prepared until `wake`. Raises OutOfMemory,
-        still awake, where the host has too little memory."""
+        bytes taken in host memory. Nothing may be launched or prepared until `wake`. Raises OutOfMemory, still awake,
+        if the host has too little memory."""
 
     def wake(self) -> None:
         """Takes the memory again and brings the weights back. Raises OutOfMemory, still asleep, where there is too

@@ -1,6 +1,6 @@
-"""Computes without tensors, and cannot be fooled: each KV slot holds the token written there, and the next token is a
-checksum of the whole context read back through the block table. Where it has states, one that each token changed counts
-too. A mistake anywhere in allocation, sharing, eviction, chunking or preemption changes an answer."""
+"""Computes without tensors: each KV slot holds the token written there, and the next token is a checksum of the whole
+context read back through the block table, and of a state that each token changed where there are states. A mistake
+anywhere in allocation, sharing, eviction, chunking or preemption changes an answer."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Samples by llama.cpp's ordered chain of samplers, in NumPy on the host: every backend uses this one implementation.
 
-A row's candidates begin as the whole vocabulary, edits and bitmask applied. Each sampler of the order takes candidates
-away or changes their logits; one of the rest is drawn with one uniform number that depends only on the
-seed: in vocabulary order, or with the most likely first where the seed must answer as in llama.cpp. Mirostat replaces
-the cuts. Where llama.cpp leaves the choice among equal candidates to its sort, the lowest token id stays here.
+A row's candidates begin as the whole vocabulary, edits and bitmask applied. Each sampler of the order removes
+candidates or changes their logits; one of the rest is drawn with one uniform number that depends only on the seed: in
+vocabulary order, or most likely first where the seed must answer as in llama.cpp. Mirostat replaces the cuts. Where
+llama.cpp leaves the choice among equal candidates to its sort, the lowest token id stays here.
 """
 
 from __future__ import annotations

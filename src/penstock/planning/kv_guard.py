@@ -55,8 +55,8 @@ class KvLoss(NamedTuple):
 def check_kv(
     config: Config, checkpoint: Checkpoint, model: Model, backend: Backend, log: Callable[[str], None]
 ) -> None:
-    """Logs what the KV cache of a config costs, measured now unless it is known, and raises KvLossTooLarge if that is
-    beyond the config's bound. Only a quantized cache of a model that generates is measured. The config's defaults are
+    """Logs the loss of a config's KV cache, measured now unless it is known, and raises KvLossTooLarge if it is beyond
+    the config's bound. Only a quantized cache of a model that generates is measured. The config's defaults are
     resolved, and `model` is loaded as program 0."""
     if not is_measured(config, checkpoint):
         return

@@ -40,9 +40,9 @@ class HeadWeights(NamedTuple):
 
 
 class Packing:
-    """Collects weights to be packed. They are filled many at a time, because threads share that work evenly and other
-    Python threads run meanwhile; until `finish`, some are still empty. If there is a file of packed weights, all are
-    empty until then, and nothing of the checkpoint's matrices is read if the file is the right one."""
+    """Collects weights to be packed. Many are filled at a time, because threads share that work evenly and other Python
+    threads run meanwhile; some stay empty until `finish`. With a file of packed weights all stay empty until then, and
+    if the file is the right one, the checkpoint's matrices are not read."""
 
     def __init__(self, threads: int, file: PackedFile | None = None) -> None:
         self._threads = threads

@@ -64,9 +64,9 @@ log = logging.getLogger(__name__)
 
 class CudaBackend:
     """Runs steps of at most `max_tokens` tokens and `max_rows` rows. On device "cpu" the same kernels run in Triton's
-    interpreter: slow, and only for tests. `tilings`: by default those measured on this GPU, from the store; `arena`:
-    the place of weights and caches. `deterministic`: a token's result depends only on its own context, at the price of
-    slower kernels (segments.py, `Tilings.fixed`)."""
+    interpreter, slowly and only for tests. `tilings` default to those measured on this GPU, from the store; `arena`
+    holds weights and caches. `deterministic`: a token's result depends only on its own context, at the price of slower
+    kernels (segments.py, `Tilings.fixed`)."""
 
     depth = 1
     own_memory = True

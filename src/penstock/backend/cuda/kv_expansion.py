@@ -1,10 +1,8 @@
-"""Plans which prompts attend to a copy of their context in 16 bits, where the KV cache has 8.
+"""Plans which prompts attend to a 16-bit copy of their context where the KV cache has 8 bits.
 
-Hopper's prefill kernel reads only 16 bits. A copy takes time for every position of a context, and the kernel saves
-time for every pair of a token and a position that it sees. All layers use the same memory for their copies. Longer
-contexts are attended to in 8 bits, by the kernel for every GPU.
-
-The figures are for an H200.
+Hopper's prefill kernel reads only 16 bits. A copy takes time for every position of a context, and the kernel saves time
+for every pair of a token and a position that it sees. All layers share the memory for copies. Longer contexts are
+attended to in 8 bits, by the kernel for every GPU. The figures are for an H200.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Keeps copies of KV blocks, or of recurrent states, in host memory that the GPU reads and writes by itself.
 
-Blocks lie in many places on the device and in one on the host. On the stream of steps they are gathered into a
-buffer on the device, or scattered from one. Between the buffer and the host they cross the bus whole, on a stream of
-their own, so that blocks leave while later steps run. Those steps wait for blocks that come in, and for a buffer
-only if all are in use.
+A block lies in many places on the device and in one on the host. On the stream of steps, blocks are gathered into a
+buffer on the device or scattered from one. Between buffer and host they cross the bus whole, on another stream, so that
+later steps run meanwhile. Those steps wait for blocks that come in, and for a buffer only if all are in use.
 """
 
 from __future__ import annotations

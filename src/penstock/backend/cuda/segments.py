@@ -1,9 +1,8 @@
 """Plans attention so that a token's sums depend only on its own context (`--deterministic`). It imports no torch.
 
-A context is divided into segments at multiples of SEGMENT positions, and a token's results for them are joined in
-their order (kernels/segmented_attention.py). Which program takes which segments changes nothing about that: where
-a step has few runs of tokens, the longest contexts are split among programs of one segment each, and joined by the last
-of them.
+A context is divided into segments at multiples of SEGMENT positions, and a token's results for them are joined in order
+(kernels/segmented_attention.py), whichever program computed them. Where a step has few runs of tokens, the longest
+contexts are split among programs of one segment each, the last of which joins them.
 """
 
 from __future__ import annotations

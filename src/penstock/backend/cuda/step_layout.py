@@ -1,9 +1,9 @@
 """Lays out a step's numbers for the device: one buffer of 32-bit words, sent with one copy.
 
-The buffer is made of sections, each with its own fields. A graph reads each field at an offset that only the step's
-shape decides. The width of block tables changes from step to step, so they come last, and their width is a number like
-the others. Row r of a step has a block table for each KV layer group, at row r * groups + g of the tables. Splits and
-tiles, which name such rows, are there once for each group, so that kernels need not know about groups.
+The buffer consists of sections with fields. A graph reads each field at an offset that depends only on the step's
+shape. Block tables come last, because their width changes from step to step; it is a number like the others. Row r of a
+step has a block table for each KV layer group, at row r * groups + g of the tables. Splits and tiles, which name such
+rows, exist once for each group, so that kernels need not know about groups.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Attention of the newest tokens over long contexts, which are split into parts that run at once (split-KV).
 
-A program attends with all query heads of one KV head to one split, for one token, or for a run of a row's newest tokens
-where drafts are verified: then each key is read once for all of them. Splits are planned on the host (see inputs.py)
-and read from device memory, so the grid of a captured graph does not depend on the lengths. The last split of a context
-stores its newest key and value in the cache, unless there are runs; the program that is done last joins what all of
-them found.
+A program attends with all query heads of one KV head to one split, for one token or, where drafts are verified, for a
+run of a row's newest tokens: each key is then read once for all of them. Splits are planned on the host (inputs.py) and
+read from device memory, so the grid of a captured graph does not depend on lengths. The last split of a context stores
+its newest key and value in the cache, unless there are runs. The last program to finish joins all results.
 """
 
 from __future__ import annotations

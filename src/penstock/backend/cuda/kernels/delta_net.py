@@ -1,8 +1,8 @@
 """Computes gated delta nets: a short convolution, the delta rule, and a gated norm of its output.
 
-What does not depend on the token before is computed for all tokens at once, ahead of the delta rule: the convolution,
-and the length of keys and queries. Rows of a few tokens then pass through their states token by token (delta_rule.py),
-longer ones in chunks (delta_chunk.py). Rows that only pad a step have no tokens, and touch no state.
+The convolution and the lengths of keys and queries do not depend on the token before, so they are computed for all
+tokens at once. Rows of a few tokens then pass through their states token by token (delta_rule.py), longer ones in
+chunks (delta_chunk.py). Rows that only pad a step have no tokens and touch no state.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """GEMM with FP8 (e4m3) matrices whose values share a scale in every 128 columns of a row.
 
-That is what checkpoints with scales for blocks of 128 rows and 128 columns become: the same scale for 128 rows, which
-takes 3 % more memory and lets any rows lie below each other. What 128 columns add up to is scaled in float32. Up to 16
-rows are multiplied in bfloat16 as they are; more are quantized first, each with a scale.
+Checkpoints with scales for blocks of 128 x 128 are packed so: the scale is repeated for 128 rows, which takes 3 % more
+memory and lets any rows lie below each other. Sums over 128 columns are scaled in float32. Up to 16 rows are multiplied
+in bfloat16 as they are; more are quantized first, each with a scale.
 """
 
 from __future__ import annotations

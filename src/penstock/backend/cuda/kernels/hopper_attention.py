@@ -2,7 +2,7 @@
 
 One warp copies blocks of keys and values into shared memory, ahead of two warpgroups that attend with half of a tile's
 pairs of token and head each. A warpgroup starts the scores of the next keys and the mix of the last values together,
-and computes the softmax meanwhile. Both take turns: one has the tensor cores while the other computes its softmax.
+and computes the softmax meanwhile. The warpgroups take turns on the tensor cores.
 """
 
 from __future__ import annotations

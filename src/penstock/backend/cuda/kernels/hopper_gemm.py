@@ -1,9 +1,8 @@
 """GEMM of up to 128 rows with a matrix on Hopper (TMA and WGMMA), at the speed the matrix can be read.
 
 The copy engine brings tiles of the matrix into shared memory several ahead of the tensor cores, and begins before the
-kernel that makes the rows has ended. A program takes whole lines of tiles, one after the other without a pause, or
-shares a line with others: then the last of them adds up what all have left behind, in order, so that the result does
-not depend on which one it was.
+kernel that makes the rows has ended. A program takes whole lines of tiles without a pause, or shares a line with
+others: then the last to finish adds up all sums in order, so that the result does not depend on which one it was.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Adds the updates of adapters (LoRA) to a product while it is computed: parts of the kernel in hopper_gemm.py.
 
-Sums of a tile begin as B @ h.T, where they would else begin as zeros; `shrink_few` has left h. So an update
-takes one short launch, and the time to read A and B: where B is found, and B itself, is asked for before h is there,
-and the tiles of the matrix arrive meanwhile.
+Sums of a tile begin as B @ h.T instead of zeros; `shrink_few` has computed h. So an update takes one short launch, and
+the time to read A and B: B is requested before h is there, and the tiles of the matrix arrive meanwhile.
 
 A program takes all rows of the step. It multiplies with B of four adapters at a time, side by side, and takes h as zero
-for rows that have another one.
+for rows with another adapter.
 """
 
 from __future__ import annotations

@@ -216,8 +216,8 @@ def prefill_attention(
     tiling: tuple[int, int, int],  # positions at a time, warps, stages
     hopper: HopperAttentionTiling | None = None,
 ) -> None:
-    """Attends with runs of tokens: on Hopper, if `hopper` is a tiling, by its own kernel where that has all that is
-    asked for. tiles [Q, 5]: first token (-1: none), row of tables, its position, how many tokens, how many positions
+    """Attends with runs of tokens: on Hopper, if `hopper` is a tiling, by its own kernel where that has all requested
+    features. tiles [Q, 5]: first token (-1: none), row of tables, its position, how many tokens, how many positions
     their row has reached; header[0] is the width of tables. distance_bias is [heads, 2 * reach + 1]."""
     shape = heads_of(cache, qkv, out)
     kv = paged(cache, scales, tables, header)

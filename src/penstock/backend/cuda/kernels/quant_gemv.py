@@ -1,9 +1,9 @@
 """GEMV of a quantized matrix with one row: eight groups of columns side by side.
 
-The short side of the tensor cores has room for eight rows of x. One row is put there eight times, each time without all
-but one of eight neighbouring groups of columns, so that one product gives the sum of each group, in the lane that has
-its scale. Every lane loads a different part of the row and of the scales. Shapes are as in mma_fragments.py,
-with blocks of eight groups along axis B.
+The short side of the tensor cores has room for eight rows of x. One row is put there eight times, each time with only
+one of eight neighbouring groups of columns and zeros elsewhere, so that one product gives the sum of each group, in the
+lane that has its scale. Every lane loads a different part of the row and of the scales. Shapes are as in
+mma_fragments.py, with blocks of eight groups along axis B.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The sampling threshold: the smallest weight that top_k, top_p and min_p leave, without a sort.
 
-Weights are not negative, so they order as their bits do. Counts by their leading bits give a level above which only a
-few thousand candidates lie; among those the threshold is found by halving the range of bits thirty times, and counting
-or weighing what lies above each time. Where the candidates do not decide it, the same is done over all weights.
+Weights are not negative, so they order as their bits do. Counts by leading bits give a level above which only a few
+thousand candidates lie; halving the range of bits thirty times, by counts or masses, finds the threshold among those.
+If the candidates do not decide it, the same is done over all weights.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Attention whose sums depend only on a token's own context, not on other tokens and rows of the step. The
-context of an encoder's token is its whole row.
+"""Attention whose sums depend only on a token's own context, not on other tokens and rows of the step. An encoder
+token's context is its whole row.
 
-A program attends with a run of a row's tokens, and all query heads of one KV head, to a whole context or to one
-segment of it (segments.py). Segments begin at multiples of SEGMENT positions, tiles of positions at multiples of their
-size. A query's results for its segments are joined in their order: by the program itself, or by the
-last one to finish. Prompts, answers and drafts attend with the same compiled kernel, which
-multiplies tiles of one size; products and sums are not contracted, so that both places that join round alike.
+A program attends with a run of a row's tokens, and all query heads of one KV head, to a whole context or to one segment
+of it (segments.py). Segments begin at multiples of SEGMENT positions, tiles of positions at multiples of their size. A
+query's results for its segments are joined in order, by the program itself or by the last one to finish. Prompts,
+answers and drafts use the same compiled kernel with tiles of one size; products and sums are not contracted, so that
+both kinds of join round alike.
 """
 
 from __future__ import annotations
