@@ -117,4 +117,5 @@ def open_cuda(config: Config, device: Device) -> Backend:
         quantize="" if recoded_to(config) else config.quantize,
         kv=config.kv,
         deterministic=config.deterministic,
+        descriptors=config.descriptors,
     )

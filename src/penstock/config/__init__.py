@@ -159,7 +159,8 @@ class Config:
     max_len_for_all: bool = False  # max_len is for several models: one with a shorter context has that
     yielding: bool = False  # a CPU loads its weights only as fast as that slows down nobody
     grammars_wait: bool = False  # requests with grammars wait for this engine
-    kv_file: str = ""  # that a CPU's KV cache lies in, in memory, so that the next engine finds it
+    kv_file: str = ""  # that a CPU's KV cache lies in, in memory, so that the next engine finds it; a GPU's ledger, too
+    descriptors: str = ""  # the address of the store that keeps a GPU's memory for the next engine
     standby: bool = False  # it loads the model and waits: another engine has the KV cache until that is lost
     offers: tuple[str, ...] = ()  # where it offers KV blocks to other engines: shm, tcp:HOST:PORT
     listen: str = ""  # the address at which several clients may join; ipc://*: in the folder of the engine's socket

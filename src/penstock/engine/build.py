@@ -34,7 +34,7 @@ from penstock.engine.drafts.drafting import Drafting
 from penstock.engine.engine import Engine
 from penstock.engine.grammars.grammar import Grammars
 from penstock.engine.kv_disk.open import open_store
-from penstock.engine.kv_handover.identity import kv_identity
+from penstock.engine.kv_handover.identity import kv_identity, weights_identity
 from penstock.engine.kv_handover.kept_kv import open_kv_file, open_ledger
 from penstock.engine.kv_transfer.peers import TransferOptions
 from penstock.engine.lora.adapters import Adapters
@@ -49,6 +49,7 @@ from penstock.model.load import CONFIG, Checkpoint, load_model, load_placed, loa
 from penstock.model.low_rank import Placement
 from penstock.model.registry import PackedModel
 from penstock.model.spec import ModelSpec
+from penstock.model.weights import Packs
 from penstock.planning.limits import resolve
 from penstock.planning.memory_plan import (
     adapter_memory,
@@ -143,11 +144,13 @@ def build_engine(
     if on_gpu:
         until_needed()  # there is memory for one engine
         _tell_memory(config, checkpoint, draft, backend, tell)
-    packer = KeepingPacker(backend)
+    keeper, models = backend.keeper, [each for each in (checkpoint, draft) if each]
+    packs = backend if keeper is None else keeper.packer(weights_identity(config, models, backend))
+    packer = KeepingPacker(packs)
     loading = partial(_load_weights, checkpoint, backend, packer)
     model, placements = run_yielding(loading) if config.yielding and not on_gpu else loading()
     if draft is not None:
-        draft = load_draft(draft, config, checkpoint, model, backend)
+        draft = load_draft(draft, config, checkpoint, model, backend, packs)
     timer.stop("weights")
     _check_kv(config, checkpoint, model, backend, timer)
     limits, group_token, kv_memory = _reserve(config, checkpoint, backend, draft)
@@ -159,7 +162,9 @@ def build_engine(
     grammars = open_grammars(config, limits)
     until_needed()
     if kv_file is not None:
-        ledger = open_ledger(kv_file, blocks, limits, kv_memory)
+        ledger = open_ledger(kv_file, blocks, limits, kv_memory, keeper)
+    if keeper is not None:
+        keeper.keep()
     most = draft_limit(config.speculation)
     drafting = None if most == 0 or not limits.generates else Drafting(backend.padded_sizes)
     return assemble(
@@ -248,13 +253,13 @@ def open_drafting(draft: Checkpoint | None, target: Checkpoint, backend: Backend
 
 
 def load_draft(
-    draft: Checkpoint, config: Config, target: Checkpoint, model: PackedModel, backend: Backend
+    draft: Checkpoint, config: Config, target: Checkpoint, model: PackedModel, backend: Backend, packs: Packs
 ) -> Checkpoint:
-    """Loads a draft model or a head of the target's `model` as the backend's program 1; returns its checkpoint as it is
-    stored. A draft model that is larger than its target is logged."""
+    """Loads a draft model or a head of the target's `model` as the backend's program 1, packed by `packs`; returns its
+    checkpoint as it is stored. A draft model that is larger than its target is logged."""
     draft = quantized(draft, config)
     token_ids = draft.token_ids if isinstance(draft, EagleHead) else ()
-    made = load_head(draft, model, backend) if is_head(draft) else load_model(draft, backend)
+    made = load_head(draft, model, packs) if is_head(draft) else load_model(draft, packs)
     backend.load(made, 1, token_ids)
     sizes = weight_bytes(draft, backend), weight_bytes(target, backend)
     if sizes[0] > sizes[1]:

@@ -20,6 +20,7 @@ from penstock.backend.base import (
     Bitmasks,
     BlockMemory,
     CacheSize,
+    DeviceKeeper,
     Floats,
     Footprint,
     Ints,
@@ -55,6 +56,7 @@ from penstock.backend.cuda.graphs import (
 from penstock.backend.cuda.hidden_states import HiddenStates
 from penstock.backend.cuda.input_buffer import InputBuffer
 from penstock.backend.cuda.inputs import AttentionPlan, DeviceInputs, Shape
+from penstock.backend.cuda.keeper import CudaKeeper
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.kv_cache import layout_of
 from penstock.backend.cuda.kv_expansion import VALUE_BYTES, kv_expansion_of
@@ -105,6 +107,7 @@ class CudaBackend:
         properties: DeviceProperties | None = None,
         tuned: Path | None = None,
         arena: Arena | None = None,
+        descriptors: str = "",
     ) -> None:
         self._device = checked_device(device)
         self._properties, on_gpu = properties or device_properties(self._device), self._device.type == "cuda"
@@ -143,7 +146,10 @@ class CudaBackend:
         self._flights: dict[Ticket, Flight] = {}
         self._unconstrained: Unconstrained | None = None
         self._last_memory = LastMemory(self._device)
-        self.sleeper: Sleeper | None = CudaSleeper.of(self._arena, self._workspace.transfer, self._last_memory)
+        shared = self._workspace, self._tilings, self._tilings.device
+        self._keeper = keeper = CudaKeeper(self._arena, descriptors, self, shared) if descriptors else None
+        self.keeper: DeviceKeeper | None = keeper
+        self.sleeper: Sleeper | None = CudaSleeper.of(self._arena, self._workspace.transfer, self._last_memory, keeper)
         name = device_name(self._device)
         self.sharing: DeviceSharing | None = (
             CudaSharing(name, self._blocks.rows, lambda: CudaIpcMemory(self._device)) if name else None
@@ -187,7 +193,8 @@ class CudaBackend:
 
     def begin_update(self, loaded: Sequence[PackedWeight]) -> CudaUpdate:
         packer = HostPacker(self._dtype, self._tilings, self._quantize)
-        return CudaUpdate(packer, loaded, self._programs[0].program.recorded, self._device, self._on_stream)
+        before = self._keeper.change_weights if self._keeper else lambda: None
+        return CudaUpdate(packer, loaded, self._programs[0].program.recorded, self._device, self._on_stream, before)
 
     def stored_as(self, tensor: Tensor) -> StoredAs:
         return stored_as(tensor, self._quantize, self._properties.has_fp8)
@@ -205,6 +212,7 @@ class CudaBackend:
         if self._stream is None:
             return Footprint("the interpreter", 1 << 30, 1 << 30, weights, workspace, 0, *costs).with_hidden(hidden)
         free, total = torch.cuda.mem_get_info(self._device)
+        free += self._keeper.waiting_bytes if self._keeper else 0
         return Footprint(self.name, total, free, weights, workspace, SPARE_MEMORY, *costs).with_hidden(hidden)
 
     @property
@@ -224,15 +232,19 @@ class CudaBackend:
         with self._on_device():
             torch.cuda.empty_cache()
         own = self._blocks.nbytes + sum(program.state_bytes for program in self._programs.values())
-        return max(int(torch.cuda.mem_get_info(self._device)[0]) + own - SPARE_MEMORY, 0)
+        kept, room = (self._keeper.waiting_bytes, self._keeper.kv_room) if self._keeper else (0, 0)
+        return max(int(torch.cuda.mem_get_info(self._device)[0]) + own + kept - SPARE_MEMORY, room)
 
     def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
         """Reserves one block more than asked for: rows that only pad a step write there."""
         for number, program in self._programs.items():
             program.check_groups(() if number else groups)  # refused before anything is freed
         self._free_kv(groups)
+        layers = [program.program.layers for program in self._programs.values()]
+        about = num_blocks, block_size, states, groups, self._kv_layout, layers
+        keeping = self._keeper.kv(repr(about), self._free_for_kv()) if self._keeper else nullcontext()
         try:
-            with self._on_device(), self._shortage(f"a cache of {num_blocks} blocks"):
+            with self._on_device(), self._shortage(f"a cache of {num_blocks} blocks"), keeping:
                 self._inputs.reserve(num_blocks, block_size, max(len(groups), 1))
                 size, layout = (num_blocks + 1, block_size), self._kv_layout
                 for number, program in self._programs.items():
@@ -248,11 +260,12 @@ class CudaBackend:
 
     def trial_logits(self, model: Model, kv: str, batches: Sequence[Batch], size: CacheSize) -> Floats:
         own, self._kv_layout = self._kv_layout, layout_of(kv, self._dtype)
+        keeper, self._keeper = self._keeper, None
         try:
             self.reserve_kv(*size)
             return np.concatenate([self.logits(batch) for batch in batches])
         finally:
-            self._kv_layout = own
+            self._kv_layout, self._keeper = own, keeper
             self._free_kv(())
 
     def _free_kv(self, groups: Sequence[KvGroup]) -> None:

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from penstock.backend.cuda.arena import Arena, release_cached
+from penstock.backend.cuda.keeper import CudaKeeper
 from penstock.backend.cuda.transfer import Transfer
+from penstock.errors import OutOfMemory
 
 LAST_MEMORY = 128 << 20  # bytes
 
@@ -33,22 +35,36 @@ class LastMemory:
 class CudaSleeper:
     """Implements Sleeper: what the arena holds leaves the device, and what torch has cached."""
 
-    def __init__(self, arena: Arena, transfer: Transfer, last: LastMemory) -> None:
+    def __init__(self, arena: Arena, transfer: Transfer, last: LastMemory, keeper: CudaKeeper | None) -> None:
         self._arena = arena
         self._transfer = transfer  # of weights that may still be on their way
         self._last = last
+        self._keeper = keeper
 
     @classmethod
-    def of(cls, arena: Arena, transfer: Transfer, last: LastMemory) -> CudaSleeper | None:
+    def of(
+        cls, arena: Arena, transfer: Transfer, last: LastMemory, keeper: CudaKeeper | None = None
+    ) -> CudaSleeper | None:
         """Returns what puts the arena's model to sleep; None if its memory cannot be given back."""
-        return cls(arena, transfer, last) if arena.can_sleep else None
+        return cls(arena, transfer, last, keeper) if arena.can_sleep else None
 
     def sleep(self) -> int:
         self._transfer.finish()
-        self._arena.sleep()
+        if self._keeper is not None:
+            self._keeper.withdraw()  # the device has its memory back only if nobody holds it
+        try:
+            self._arena.sleep()
+        except OutOfMemory:
+            self._keep()
+            raise
         self._last.give_back()
         release_cached(self._arena.device)
         return self._arena.host_bytes
 
     def wake(self) -> None:
         self._arena.wake()
+        self._keep()
+
+    def _keep(self) -> None:
+        if self._keeper is not None:
+            self._keeper.keep()
