@@ -64,7 +64,7 @@ class DescriptorStore:
                 connection, _ = listener.accept()
             except OSError:
                 return  # it is closed
-            with connection, suppress(OSError, ValueError, KeyError):  # the other process may end at any moment
+            with connection, suppress(OSError, ValueError, TypeError, LookupError):  # it may end at any moment
                 connection.settimeout(PATIENCE)
                 if _user_of(connection) == os.geteuid():
                     self._answer(connection, listener)

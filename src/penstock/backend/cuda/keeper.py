@@ -45,7 +45,7 @@ class Description(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Is memory that an engine has left: not mapped yet, or None where it was."""
+    """Is memory that the engine before has left."""
 
     about: Description
     weights: bytes
@@ -65,7 +65,7 @@ class CudaKeeper:
         self._ranges: dict[str, KeptRange] = {}
         self._abouts: dict[str, Description] = {}
         self._packed: KeepingPacker | None = None
-        self._pickled = b""  # of all weights
+        self._pickled = b""
         self._stored: set[str] = set()
         self._keeps = False
 
@@ -152,7 +152,7 @@ class CudaKeeper:
     # -- the store ---------------------------------------------------------------------------------------------------
 
     def _look(self) -> dict[str, Found]:
-        """Returns what the engine before has left and this one has not mapped."""
+        """Returns the memory that the engine before has left, unless it is mapped or dropped by now."""
         if self._found is None:
             self._found = {}
             for name in (WEIGHTS, KV):
@@ -299,7 +299,7 @@ def _written(about: Description, weights: bytes) -> int:
 
 
 def _read(descriptors: list[int]) -> Found:
-    """Reads what `_put` has written; closes the descriptors but those of parts."""
+    """Reads an entry of the store. Of its descriptors, the parts stay open."""
     try:
         with open(descriptors[0], "rb", closefd=False) as file:
             file.seek(0)

@@ -12,7 +12,7 @@ from penstock.backend.cuda.arena import ALIGNMENT, Arena, MemorySegment, array_i
 from penstock.backend.cuda.driver import DriverError
 from penstock.errors import OutOfMemory
 
-PARTS = 256  # of a range that is as large as the device's memory; each is a file descriptor
+PARTS = 256  # a range has at most this number of file descriptors
 
 
 class RangeBytes(NamedTuple):

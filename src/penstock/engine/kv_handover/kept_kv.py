@@ -25,7 +25,7 @@ class KeptKv(Feature):
         self._keeper = keeper
 
     def after_step(self) -> None:
-        """Notes what is written. With a step in flight, that is everything before its launch."""
+        """Notes blocks that are written. While a step is in flight, the blocks of the steps before are."""
         late = len(self.engine.in_flight)
         if not late and self._ledger.pending and self._keeper is not None:
             self._keeper.synchronize()  # copies may be queued
