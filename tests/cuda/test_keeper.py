@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from penstock.backend.batches import Chunk, greedy_batch
-from penstock.backend.cuda import CudaBackend
+from penstock.backend.cuda import CudaBackend, keeper
 from penstock.backend.cuda.arena import Arena
 from penstock.backend.cuda.driver import CudaDriver
 from penstock.backend.cuda.keeper import KV, WEIGHTS
@@ -202,6 +202,21 @@ def test_weights_that_are_replaced_are_dropped_before_their_first_byte_changes(
     life.keeper.keep()
     assert not left(store, WEIGHTS), "others than the file's are never left"
     assert left(store, KV)
+
+
+def test_weights_that_are_replaced_are_dropped_also_if_the_store_does_not_answer(
+    store: DescriptorStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lost(*arguments: Any) -> None:
+        raise TimeoutError
+
+    life = Life(store, LLAMA)
+    with monkeypatch.context() as patch:
+        patch.setattr(keeper, "put_descriptors", lost)
+        life.keeper.change_weights()
+    assert left(store, WEIGHTS)
+    life.end()
+    assert not Life(store, LLAMA).replays
 
 
 def test_an_engine_that_sleeps_holds_no_memory(store: DescriptorStore) -> None:

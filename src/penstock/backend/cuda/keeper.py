@@ -47,6 +47,7 @@ class Description(NamedTuple):
 class Found(NamedTuple):
     """Is memory that the engine before has left."""
 
+    file: int
     about: Description
     weights: bytes
     parts: list[int]
@@ -66,7 +67,7 @@ class CudaKeeper:
         self._abouts: dict[str, Description] = {}
         self._packed: KeepingPacker | None = None
         self._pickled = b""
-        self._stored: set[str] = set()
+        self._stored: dict[str, int] = {}  # the files of descriptions
         self._keeps = False
 
     @property
@@ -131,7 +132,7 @@ class CudaKeeper:
 
     def keep(self) -> None:
         self._arena.use(None, kept=True)
-        for name in self._ranges.keys() - self._stored:
+        for name in self._ranges.keys() - self._stored.keys():
             with self._logged(f"the next engine will not find this one's {name}"):
                 self._put(name)
 
@@ -158,7 +159,10 @@ class CudaKeeper:
             for name in (WEIGHTS, KV):
                 with self._logged(f"the {name} of the engine before are not found"):
                     if descriptors := get_descriptors(self._address, name):
-                        self._found[name] = _read(descriptors)
+                        try:
+                            self._found[name] = _read(descriptors)
+                        except ValueError:  # it was dropped without the store
+                            self._forget(name)
         return self._found
 
     def _put(self, name: str) -> None:
@@ -169,7 +173,9 @@ class CudaKeeper:
             self._pickled = pickled(self._packed.kept, range, tuple(self._shared))
             self._packed = None
         about = self._abouts[name] = self._abouts[name]._replace(sizes=range.sizes)
-        descriptors = [_written(about, self._pickled if name == WEIGHTS else b"")]
+        file = _written(about, self._pickled if name == WEIGHTS else b"")
+        self._stored[name] = file
+        descriptors = [os.dup(file)]
         try:
             descriptors += range.export()
             with self._logged("the device may be reset between two engines, and forget what is kept"):
@@ -177,7 +183,6 @@ class CudaKeeper:
             put_descriptors(self._address, name, descriptors)
         finally:
             _close(descriptors)
-        self._stored.add(name)
 
     def _restore(self, name: str, kept: bool) -> KeptRange | None:
         """Maps what the engine before has left; returns None if that is not possible."""
@@ -187,16 +192,21 @@ class CudaKeeper:
                 range = KeptRange(self._arena, kept)
                 range.restore(found.about.sizes, found.parts)
                 self._ranges[name], self._abouts[name] = range, found.about
-                self._stored.add(name)
+                self._stored[name] = os.dup(found.file)
                 return range
         finally:
-            _close(found.parts)
+            _close([found.file, *found.parts])
         return None
 
     def _forget(self, name: str) -> None:
-        if found := self._look().pop(name, None):
+        """Drops an entry of the store. If the store does not answer, the entry is empty all the same."""
+        found, file = self._look().pop(name, None), self._stored.pop(name, None)
+        if found is not None:
             _close(found.parts)
-        self._stored.discard(name)
+        for each in (file, found and found.file):
+            if each is not None:
+                os.ftruncate(each, 0)
+                os.close(each)
         with self._logged(f"the {name} that were kept cannot be dropped"):
             put_descriptors(self._address, name, [])
 
@@ -299,16 +309,16 @@ def _written(about: Description, weights: bytes) -> int:
 
 
 def _read(descriptors: list[int]) -> Found:
-    """Reads an entry of the store. Of its descriptors, the parts stay open."""
+    """Reads an entry of the store. Of its descriptors, the file and the parts stay open."""
     try:
         with open(descriptors[0], "rb", closefd=False) as file:
             file.seek(0)
             about = Description(*json.loads(file.readline()))
-            found = Found(about, file.read(), descriptors[1 : 1 + len(about.sizes)])
+            found = Found(descriptors[0], about, file.read(), descriptors[1 : 1 + len(about.sizes)])
     except BaseException:
         _close(descriptors)
         raise
-    _close([descriptors[0], *descriptors[1 + len(about.sizes) :]])
+    _close(descriptors[1 + len(about.sizes) :])
     return found
 
 

@@ -6,7 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from penstock.backend.cuda.arena import ALIGNMENT, Arena, MemorySegment, array_interface
 from penstock.backend.cuda.driver import DriverError
@@ -15,7 +16,8 @@ from penstock.errors import OutOfMemory
 PARTS = 256  # a range has at most this number of file descriptors
 
 
-class RangeBytes(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class RangeBytes:
     """Describes bytes of a range, which lives as long as they do."""
 
     owner: KeptRange
@@ -50,7 +52,8 @@ class KeptRange:
         return [part.size for part in self._parts]
 
     def take(self, size: int) -> Any:
-        """Returns the next bytes as a tensor; raises OutOfMemory."""
+        """Returns the next bytes as a tensor, at least one; raises OutOfMemory."""
+        size = max(size, 1)
         first, end = self.used, self.used + size
         while (mapped := sum(self.sizes)) < end:
             if mapped == self._size:
