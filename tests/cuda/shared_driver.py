@@ -17,12 +17,12 @@ LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class SharedDriver(FakeDriver):
-    """Is a device with `total` bytes of memory. It refuses to export it for a `problem`."""
+    """Is a device with `total` bytes of memory, which `exports` it or not."""
 
-    def __init__(self, total: int = 1 << 26, problem: str = "") -> None:
+    def __init__(self, total: int = 1 << 26, exports: bool = True) -> None:
         super().__init__(total)
         self.total = total
-        self._problem = problem
+        self.exports_memory = exports
         self.fail = ""  # the next call of this name fails
         self.ranges: dict[int, int] = {}  # sizes by address
         self.shared: set[int] = set()  # handles
@@ -67,9 +67,6 @@ class SharedDriver(FakeDriver):
         self._may_fail("export")
         assert handle in self.shared
         return os.dup(handle)
-
-    def why_no_export(self) -> str:
-        return self._problem
 
     def hold_device(self) -> list[int]:
         return [os.open("/dev/null", os.O_RDWR)]

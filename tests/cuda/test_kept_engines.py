@@ -37,6 +37,7 @@ import torch
 import penstock.backend as backends
 from penstock.backend.cuda import CudaBackend
 from penstock.backend.cuda.arena import Arena
+from penstock.backend.cuda.keeper import CudaKeeper
 from penstock.ipc.host import host, open_logging
 from tests.cuda.shared_driver import SharedDriver
 
@@ -53,11 +54,10 @@ class Mortal(CudaBackend):
         return weight
 
 def open_cuda(config, device):
-    cpu = torch.device("cpu")
-    return Mortal(
-        config.step_tokens, config.max_rows, device="cpu", dtype=torch.float32, kv=config.kv,
-        arena=Arena(cpu, SharedDriver(1 << 28)), descriptors=config.descriptors,
-    )
+    arena = Arena(torch.device("cpu"), SharedDriver(1 << 28))
+    arena.keeper = CudaKeeper(arena, config.descriptors)
+    sizes = config.step_tokens, config.max_rows
+    return Mortal(*sizes, device="cpu", dtype=torch.float32, kv=config.kv, arena=arena)
 
 backends.open_cuda = open_cuda
 host(open_logging)

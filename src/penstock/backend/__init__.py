@@ -108,6 +108,7 @@ def open_cuda(config: Config, device: Device) -> Backend:
     if find_spec("torch") is None or find_spec("triton") is None:
         raise ConfigError(f"device {device} needs torch and triton: pip install 'penstock[cuda]'")
     from penstock.backend.cuda import CudaBackend
+    from penstock.backend.cuda.keeper import open_arena
 
     return CudaBackend(
         config.step_tokens,
@@ -117,5 +118,5 @@ def open_cuda(config: Config, device: Device) -> Backend:
         quantize="" if recoded_to(config) else config.quantize,
         kv=config.kv,
         deterministic=config.deterministic,
-        descriptors=config.descriptors,
+        arena=open_arena(str(device), config.descriptors),
     )

@@ -467,9 +467,8 @@ class DeviceKeeper(Protocol):
     def kv_id(self) -> bytes:
         """Names the memory that the KV cache lies in; empty: it ends with this process."""
 
-    def packer(self, identity: str) -> Packs:
-        """Returns the packer of all weights. It takes those that were kept under the same identity, and packs them
-        otherwise."""
+    def packer(self, identity: str, packer: Packs) -> Packs:
+        """Returns a packer that takes weights which were kept under the same identity, and packs them otherwise."""
 
     def keep(self) -> None:
         """Leaves weights and KV cache to the next engine, once both are complete."""
@@ -498,7 +497,10 @@ class Backend(WeightPacker, Runner, Tuner, Protocol):
     adapters: AdapterSlots
     sleeper: Sleeper | None  # None: memory comes back when the process ends
     sharing: DeviceSharing | None  # None: blocks reach other processes through host memory
-    keeper: DeviceKeeper | None  # None: the device's memory ends with this process
+
+    @property
+    def keeper(self) -> DeviceKeeper | None:
+        """None: the device's memory ends with this process."""
 
     def begin_update(self, loaded: Sequence[Any]) -> WeightUpdate:
         """Begins to replace the weights that were `loaded` (see exchange.py); one update at a time."""

@@ -49,7 +49,6 @@ from penstock.model.load import CONFIG, Checkpoint, load_model, load_placed, loa
 from penstock.model.low_rank import Placement
 from penstock.model.registry import PackedModel
 from penstock.model.spec import ModelSpec
-from penstock.model.weights import Packs
 from penstock.planning.limits import resolve
 from penstock.planning.memory_plan import (
     adapter_memory,
@@ -145,12 +144,12 @@ def build_engine(
         until_needed()  # there is memory for one engine
         _tell_memory(config, checkpoint, draft, backend, tell)
     keeper, models = backend.keeper, [each for each in (checkpoint, draft) if each]
-    packs = backend if keeper is None else keeper.packer(weights_identity(config, models, backend))
+    packs = backend if keeper is None else keeper.packer(weights_identity(config, models, backend), backend)
     packer = KeepingPacker(packs)
     loading = partial(_load_weights, checkpoint, backend, packer)
     model, placements = run_yielding(loading) if config.yielding and not on_gpu else loading()
     if draft is not None:
-        draft = load_draft(draft, config, checkpoint, model, backend, packs)
+        draft = load_draft(draft, config, checkpoint, model, backend, KeepingPacker(packs))
     timer.stop("weights")
     _check_kv(config, checkpoint, model, backend, timer)
     limits, group_token, kv_memory = _reserve(config, checkpoint, backend, draft)
@@ -253,13 +252,13 @@ def open_drafting(draft: Checkpoint | None, target: Checkpoint, backend: Backend
 
 
 def load_draft(
-    draft: Checkpoint, config: Config, target: Checkpoint, model: PackedModel, backend: Backend, packs: Packs
+    draft: Checkpoint, config: Config, target: Checkpoint, model: PackedModel, backend: Backend, packer: KeepingPacker
 ) -> Checkpoint:
-    """Loads a draft model or a head of the target's `model` as the backend's program 1, packed by `packs`; returns its
+    """Loads a draft model or a head of the target's `model` as the backend's program 1, packed by `packer`; returns its
     checkpoint as it is stored. A draft model that is larger than its target is logged."""
     draft = quantized(draft, config)
     token_ids = draft.token_ids if isinstance(draft, EagleHead) else ()
-    made = load_head(draft, model, packs) if is_head(draft) else load_model(draft, packs)
+    made = load_head(draft, model, packer) if is_head(draft) else load_model(draft, packer)
     backend.load(made, 1, token_ids)
     sizes = weight_bytes(draft, backend), weight_bytes(target, backend)
     if sizes[0] > sizes[1]:

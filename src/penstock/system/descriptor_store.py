@@ -36,7 +36,7 @@ class DescriptorStore:
         self._address = ""
 
     def open(self) -> str:
-        """Returns the address of the store; empty: this system has no such sockets, or too many files are open."""
+        """Returns the address of the store; empty: it cannot be opened on this system, or too many files are open."""
         if self._socket is None and sys.platform == "linux":
             address = f"@penstock-{os.getpid()}-{secrets.token_hex(8)}"
             with suppress(OSError):
@@ -94,7 +94,7 @@ class DescriptorStore:
 
 
 def put_descriptors(address: str, name: str, descriptors: Sequence[int]) -> None:
-    """Has a store keep copies of descriptors under a name, instead of those that it has; without any, it drops them.
+    """Stores copies of descriptors under a name, which replace the ones there. Without any, the name is dropped.
     Raises OSError if the store is gone."""
     with _connected(address) as connection:
         connection.send(_message(put=name, count=len(descriptors)))

@@ -20,6 +20,7 @@ from penstock.config import available_memory
 from penstock.errors import OutOfMemory
 
 if TYPE_CHECKING:
+    from penstock.backend.cuda.keeper import CudaKeeper
     from penstock.backend.cuda.kept_range import KeptRange
 
 ALIGNMENT = 512  # bytes, as torch's own
@@ -33,6 +34,7 @@ class MemoryDriver(Protocol):
     """Maps memory of a device to addresses. Sizes are multiples of `granularity`; copies are queued, in order."""
 
     granularity: int
+    exports_memory: bool
 
     @property
     def total(self) -> int:
@@ -45,9 +47,6 @@ class MemoryDriver(Protocol):
 
     def map(self, address: int, size: int, *, exportable: bool = False) -> int:
         """Takes memory of the device and maps it to reserved addresses; returns its handle. Raises DriverError."""
-
-    def why_no_export(self) -> str:
-        """Returns why memory cannot be exported; empty: it can."""
 
     def export(self, handle: int) -> int:
         """Returns a file descriptor of exportable memory, which lives until all its descriptors, handles and mappings
@@ -156,6 +155,8 @@ class Arena:
         self._segments: WeakSet[MemorySegment] = WeakSet()
         self._shared: dict[bool, tuple[Any, int]] = {}  # bytes that small tensors share, and how many are taken
         self._ranges: dict[bool, KeptRange] = {}  # from which tensors come now, by whether they are kept
+        self.keeper: CudaKeeper | None = None
+        self.shared: dict[type, Any] = {}
 
     @classmethod
     def on(cls, device: torch.device) -> Arena:
@@ -164,6 +165,10 @@ class Arena:
             return cls(device)
         driver = CudaDriver(device)
         return cls(device, driver if driver.maps_memory else None)
+
+    def share(self, *parts: Any) -> None:
+        """Sets the parts of packed weights of which each process has its own."""
+        self.shared = {type(part): part for part in parts}
 
     @property
     def can_sleep(self) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ from penstock.backend.base import (
     Bitmasks,
     BlockMemory,
     CacheSize,
-    DeviceKeeper,
     Floats,
     Footprint,
     Ints,
@@ -56,7 +55,6 @@ from penstock.backend.cuda.graphs import (
 from penstock.backend.cuda.hidden_states import HiddenStates
 from penstock.backend.cuda.input_buffer import InputBuffer
 from penstock.backend.cuda.inputs import AttentionPlan, DeviceInputs, Shape
-from penstock.backend.cuda.keeper import CudaKeeper
 from penstock.backend.cuda.kernels.split_k import SplitKScratch
 from penstock.backend.cuda.kv_cache import layout_of
 from penstock.backend.cuda.kv_expansion import VALUE_BYTES, kv_expansion_of
@@ -78,6 +76,9 @@ from penstock.model.ops import ExpertWeights
 from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import StepResult
+
+if TYPE_CHECKING:
+    from penstock.backend.cuda.keeper import CudaKeeper
 
 log = logging.getLogger(__name__)
 SPARE_MEMORY = 3 << 29  # for graphs, kernels and the library's own buffers
@@ -107,7 +108,6 @@ class CudaBackend:
         properties: DeviceProperties | None = None,
         tuned: Path | None = None,
         arena: Arena | None = None,
-        descriptors: str = "",
     ) -> None:
         self._device = checked_device(device)
         self._properties, on_gpu = properties or device_properties(self._device), self._device.type == "cuda"
@@ -146,15 +146,17 @@ class CudaBackend:
         self._flights: dict[Ticket, Flight] = {}
         self._unconstrained: Unconstrained | None = None
         self._last_memory = LastMemory(self._device)
-        shared = self._workspace, self._tilings, self._tilings.device
-        self._keeper = keeper = CudaKeeper(self._arena, descriptors, self, shared) if descriptors else None
-        self.keeper: DeviceKeeper | None = keeper
-        self.sleeper: Sleeper | None = CudaSleeper.of(self._arena, self._workspace.transfer, self._last_memory, keeper)
+        self._arena.share(self._workspace, self._tilings, self._tilings.device)
+        self.sleeper: Sleeper | None = CudaSleeper.of(self._arena, self._workspace.transfer, self._last_memory)
         name = device_name(self._device)
         self.sharing: DeviceSharing | None = (
             CudaSharing(name, self._blocks.rows, lambda: CudaIpcMemory(self._device)) if name else None
         )
         self._preparing = self._prepare_shapes()
+
+    @property
+    def keeper(self) -> CudaKeeper | None:
+        return self._arena.keeper
 
     # -- loading -------------------------------------------------------------------------------------------------
 
@@ -193,7 +195,7 @@ class CudaBackend:
 
     def begin_update(self, loaded: Sequence[PackedWeight]) -> CudaUpdate:
         packer = HostPacker(self._dtype, self._tilings, self._quantize)
-        before = self._keeper.change_weights if self._keeper else lambda: None
+        before = self.keeper.change_weights if self.keeper else lambda: None
         return CudaUpdate(packer, loaded, self._programs[0].program.recorded, self._device, self._on_stream, before)
 
     def stored_as(self, tensor: Tensor) -> StoredAs:
@@ -212,7 +214,7 @@ class CudaBackend:
         if self._stream is None:
             return Footprint("the interpreter", 1 << 30, 1 << 30, weights, workspace, 0, *costs).with_hidden(hidden)
         free, total = torch.cuda.mem_get_info(self._device)
-        free += self._keeper.waiting_bytes if self._keeper else 0
+        free += self.keeper.waiting_bytes if self.keeper else 0
         return Footprint(self.name, total, free, weights, workspace, SPARE_MEMORY, *costs).with_hidden(hidden)
 
     @property
@@ -232,7 +234,7 @@ class CudaBackend:
         with self._on_device():
             torch.cuda.empty_cache()
         own = self._blocks.nbytes + sum(program.state_bytes for program in self._programs.values())
-        kept, room = (self._keeper.waiting_bytes, self._keeper.kv_room) if self._keeper else (0, 0)
+        kept, room = (self.keeper.waiting_bytes, self.keeper.kv_room) if self.keeper else (0, 0)
         return max(int(torch.cuda.mem_get_info(self._device)[0]) + own + kept - SPARE_MEMORY, room)
 
     def reserve_kv(self, num_blocks: int, block_size: int, states: int = 0, groups: Sequence[KvGroup] = ()) -> None:
@@ -242,7 +244,7 @@ class CudaBackend:
         self._free_kv(groups)
         layers = [program.program.layers for program in self._programs.values()]
         about = num_blocks, block_size, states, groups, self._kv_layout, layers
-        keeping = self._keeper.kv(repr(about), self._free_for_kv()) if self._keeper else nullcontext()
+        keeping = self.keeper.kv(repr(about), self._free_for_kv()) if self.keeper else nullcontext()
         try:
             with self._on_device(), self._shortage(f"a cache of {num_blocks} blocks"), keeping:
                 self._inputs.reserve(num_blocks, block_size, max(len(groups), 1))
@@ -260,12 +262,12 @@ class CudaBackend:
 
     def trial_logits(self, model: Model, kv: str, batches: Sequence[Batch], size: CacheSize) -> Floats:
         own, self._kv_layout = self._kv_layout, layout_of(kv, self._dtype)
-        keeper, self._keeper = self._keeper, None
+        keeper, self._arena.keeper = self._arena.keeper, None
         try:
             self.reserve_kv(*size)
             return np.concatenate([self.logits(batch) for batch in batches])
         finally:
-            self._kv_layout, self._keeper = own, keeper
+            self._kv_layout, self._arena.keeper = own, keeper
             self._free_kv(())
 
     def _free_kv(self, groups: Sequence[KvGroup]) -> None:
@@ -505,9 +507,7 @@ class CudaBackend:
         try:
             yield
         except RuntimeError as error:
-            if not isinstance(error, torch.cuda.OutOfMemoryError) and not self._is_full():
+            full = self._stream is not None and torch.cuda.mem_get_info(self._device)[0] < NO_MEMORY
+            if not isinstance(error, torch.cuda.OutOfMemoryError) and not full:
                 raise
             raise OutOfMemory(f"the device has no memory for {what}: {str(error).splitlines()[0]}") from error
-
-    def _is_full(self) -> bool:
-        return self._stream is not None and bool(torch.cuda.mem_get_info(self._device)[0] < NO_MEMORY)

@@ -122,7 +122,7 @@ class CudaDriver:
         self._properties = AllocationProperties(type=PINNED, location=self._location)
         self._exportable = AllocationProperties(type=PINNED, handle_types=FILE_DESCRIPTOR, location=self._location)
         granularity = c_size_t()
-        self.maps_memory = self._has(MAPS_MEMORY)
+        self.maps_memory, self.exports_memory = self._has(MAPS_MEMORY), self._has(EXPORTS_MEMORY)
         if self.maps_memory:
             properties = byref(self._properties)
             self._call_on_device("cuMemGetAllocationGranularity", byref(granularity), properties, LEAST_GRANULARITY)
@@ -150,9 +150,6 @@ class CudaDriver:
         descriptor = c_int()
         self._call_on_device("cuMemExportToShareableHandle", byref(descriptor), handle, FILE_DESCRIPTOR, 0)
         return descriptor.value
-
-    def why_no_export(self) -> str:
-        return "" if self._has(EXPORTS_MEMORY) else "the driver exports no memory as file descriptors"
 
     def hold_device(self) -> list[int]:
         bus = ctypes.create_string_buffer(32)

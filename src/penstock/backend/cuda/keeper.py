@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from penstock.backend.base import WeightPacker
 from penstock.backend.cuda.arena import Arena
+from penstock.backend.cuda.devices import checked_device
 from penstock.backend.cuda.kept_range import KeptRange
 from penstock.backend.weight_exchange import KeepingPacker, PackedWeight, ReplayingPacker
 from penstock.model.weights import Packs
@@ -33,6 +33,14 @@ from penstock.system.descriptor_store import get_descriptors, put_descriptors
 log = logging.getLogger(__name__)
 
 WEIGHTS, KV = "weights", "kv"
+
+
+def open_arena(device: str, address: str) -> Arena:
+    """Returns an arena on a device. With the address of a store, its memory may outlive this process."""
+    arena = Arena.on(checked_device(device))
+    if address:
+        arena.keeper = CudaKeeper(arena, address)
+    return arena
 
 
 class Description(NamedTuple):
@@ -54,14 +62,11 @@ class Found(NamedTuple):
 
 
 class CudaKeeper:
-    """Implements DeviceKeeper with the store of descriptors at an address. `shared` are the parts of packed weights
-    that each process has its own of."""
+    """Implements DeviceKeeper with the store of descriptors at an address."""
 
-    def __init__(self, arena: Arena, address: str, packer: WeightPacker, shared: Sequence[Any]) -> None:
+    def __init__(self, arena: Arena, address: str) -> None:
         self._arena = arena
         self._address = address
-        self._packer = packer
-        self._shared = {type(each): each for each in shared}
         self._found: dict[str, Found] | None = None  # None: the store was not asked yet
         self._ranges: dict[str, KeptRange] = {}
         self._abouts: dict[str, Description] = {}
@@ -84,15 +89,15 @@ class CudaKeeper:
         """Returns the bytes that the KV cache of the engine before could have had, if that is kept."""
         return self._look()[KV].about.room if KV in self._look() else 0
 
-    def packer(self, identity: str) -> Packs:
+    def packer(self, identity: str, packer: Packs) -> Packs:
         self._keeps = not self._why_not()
         if not self._keeps:
-            return self._packer
+            return packer
         found = self._look().get(WEIGHTS)
         if found is not None and found.about.identity == identity:
             if (range := self._restore(WEIGHTS, kept=True)) is not None:
                 with self._logged("the weights that were kept cannot be used"):
-                    weights = WeightUnpickler(found.weights, range, self._shared).load()
+                    weights = WeightUnpickler(found.weights, range, self._arena.shared).load()
                     self._pickled = found.weights
                     return ReplayingPacker(weights)
             self._forget(WEIGHTS)
@@ -101,7 +106,7 @@ class CudaKeeper:
         range = self._ranges[WEIGHTS] = KeptRange(self._arena, kept=True)
         self._abouts[WEIGHTS] = Description(identity, "", [])
         self._arena.use(range, kept=True)
-        self._packed = KeepingPacker(self._packer)
+        self._packed = KeepingPacker(packer)
         return self._packed
 
     @contextmanager
@@ -170,7 +175,7 @@ class CudaKeeper:
         assert driver is not None
         if name == WEIGHTS and self._packed is not None:
             driver.synchronize()  # all of it is written
-            self._pickled = pickled(self._packed.kept, range, tuple(self._shared))
+            self._pickled = pickled(self._packed.kept, range, tuple(self._arena.shared))
             self._packed = None
         about = self._abouts[name] = self._abouts[name]._replace(sizes=range.sizes)
         file = _written(about, self._pickled if name == WEIGHTS else b"")
@@ -213,7 +218,7 @@ class CudaKeeper:
     def _why_not(self) -> str:
         """Tries to export a little memory. Returns why that is not possible, and logs it; empty: it is."""
         driver = self._arena.driver
-        reason = "the driver maps no memory" if driver is None else driver.why_no_export()
+        reason = "" if driver is not None and driver.exports_memory else "the driver exports no memory"
         if driver is not None and not reason:
             try:
                 _close(get_descriptors(self._address, WEIGHTS))

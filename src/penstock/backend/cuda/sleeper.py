@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from penstock.backend.cuda.arena import Arena, release_cached
-from penstock.backend.cuda.keeper import CudaKeeper
 from penstock.backend.cuda.transfer import Transfer
 from penstock.errors import OutOfMemory
 
@@ -35,23 +34,20 @@ class LastMemory:
 class CudaSleeper:
     """Implements Sleeper: what the arena holds leaves the device, and what torch has cached."""
 
-    def __init__(self, arena: Arena, transfer: Transfer, last: LastMemory, keeper: CudaKeeper | None) -> None:
+    def __init__(self, arena: Arena, transfer: Transfer, last: LastMemory) -> None:
         self._arena = arena
         self._transfer = transfer  # of weights that may still be on their way
         self._last = last
-        self._keeper = keeper
 
     @classmethod
-    def of(
-        cls, arena: Arena, transfer: Transfer, last: LastMemory, keeper: CudaKeeper | None = None
-    ) -> CudaSleeper | None:
+    def of(cls, arena: Arena, transfer: Transfer, last: LastMemory) -> CudaSleeper | None:
         """Returns what puts the arena's model to sleep; None if its memory cannot be given back."""
-        return cls(arena, transfer, last, keeper) if arena.can_sleep else None
+        return cls(arena, transfer, last) if arena.can_sleep else None
 
     def sleep(self) -> int:
         self._transfer.finish()
-        if self._keeper is not None:
-            self._keeper.withdraw()  # the device has its memory back only if nobody holds it
+        if self._arena.keeper is not None:
+            self._arena.keeper.withdraw()  # the device has its memory back only if nobody holds it
         try:
             self._arena.sleep()
         except OutOfMemory:
@@ -66,5 +62,5 @@ class CudaSleeper:
         self._keep()
 
     def _keep(self) -> None:
-        if self._keeper is not None:
-            self._keeper.keep()
+        if self._arena.keeper is not None:
+            self._arena.keeper.keep()
