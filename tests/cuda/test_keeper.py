@@ -29,6 +29,7 @@ from tests.engine.changed_weights import change_weights
 MODELS = Path(__file__).parents[1] / "models"
 LLAMA = MODELS / "goldens" / "llama3"
 HOST = torch.device(DEVICE)
+stand_in = pytest.mark.skipif(DEVICE == "cuda", reason="looks into the stand-in of a device")
 BLOCKS = 12, 8, 8  # blocks, positions of each, states
 
 
@@ -114,6 +115,7 @@ def test_the_next_engine_packs_nothing_and_finds_the_prompt(
         life.prompt()
 
 
+@stand_in
 def test_what_another_engine_has_left_is_dropped_before_anything_is_loaded(store: DescriptorStore) -> None:
     first = Life(store, LLAMA)
     first.end()
@@ -144,6 +146,7 @@ def test_an_engine_that_dies_while_it_loads_leaves_nothing(store: DescriptorStor
     assert not Life(store, LLAMA).replays
 
 
+@stand_in
 @pytest.mark.parametrize(
     ("call", "line"),
     [
@@ -165,6 +168,7 @@ def test_a_device_that_cannot_export_memory_works_as_before(
     assert not left(store, WEIGHTS)
 
 
+@stand_in
 def test_memory_that_cannot_be_mapped_is_dropped(store: DescriptorStore, caplog: pytest.LogCaptureFixture) -> None:
     Life(store, LLAMA).end()
     driver = SharedDriver()
@@ -218,6 +222,7 @@ def test_weights_that_are_replaced_are_dropped_also_if_the_store_does_not_answer
     assert not Life(store, LLAMA).replays
 
 
+@stand_in
 def test_an_engine_that_sleeps_holds_no_memory(store: DescriptorStore) -> None:
     life = Life(store, LLAMA)
     life.prompt()
@@ -235,6 +240,7 @@ def test_an_engine_that_sleeps_holds_no_memory(store: DescriptorStore) -> None:
     assert np.array_equal(life.step(), said)
 
 
+@stand_in
 def test_memory_is_given_back_with_the_store(store: DescriptorStore) -> None:
     before = device_files()
     life = Life(store, LLAMA)
@@ -245,6 +251,7 @@ def test_memory_is_given_back_with_the_store(store: DescriptorStore) -> None:
     assert not held & device_files()
 
 
+@stand_in
 def test_free_memory_counts_what_is_kept(store: DescriptorStore) -> None:
     life = Life(store, LLAMA)
     kept = sum(sum(range.sizes) for range in life.keeper._ranges.values())

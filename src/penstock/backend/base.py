@@ -460,20 +460,20 @@ class Sleeper(Protocol):
 
 
 class DeviceKeeper(Protocol):
-    """Keeps weights and KV cache in the device's memory for the engine process that comes after this one."""
+    """Keeps weights and KV cache in the device's memory for the next engine process."""
 
     @property
     def kv_id(self) -> bytes:
-        """Names the memory that the KV cache lies in; empty: it ends with this process."""
+        """Names the memory of the KV cache; empty: it ends with this process."""
 
     def packer(self, identity: str, packer: Packs) -> Packs:
-        """Returns a packer that takes weights which were kept under the same identity, and packs them otherwise."""
+        """Returns a packer that reuses weights kept under the same identity; without any, it packs with `packer`."""
 
     def keep(self) -> None:
         """Leaves weights and KV cache to the next engine, once both are complete."""
 
     def synchronize(self) -> None:
-        """Waits for all that is queued on the device."""
+        """Waits for all queued work of the device."""
 
 
 class CacheSize(NamedTuple):
@@ -500,7 +500,7 @@ class Backend(WeightPacker, Runner, Tuner, Protocol):
 
     @property
     def keeper(self) -> DeviceKeeper | None:
-        """None: the device's memory ends with this process."""
+        """Returns the keeper of the device's memory; None: the memory ends with this process."""
 
     def begin_update(self, loaded: Sequence[Any]) -> WeightUpdate:
         """Begins to replace the weights that were `loaded` (see exchange.py); one update at a time."""

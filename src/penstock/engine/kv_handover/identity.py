@@ -38,8 +38,7 @@ def cache_identity(blocks: bytes, limits: Limits, memory: bytes = b"") -> bytes:
 
 
 def weights_identity(config: Config, checkpoints: Sequence[Checkpoint], backend: Backend) -> str:
-    """Returns a digest of all that packed weights depend on: the files and what drafts, how they are changed at load,
-    and what packs them."""
+    """Returns a digest of everything that determines packed weights: files, changes at load, drafts and the packer."""
     files = [[identity(file) for file in each.files] for each in checkpoints]
     packs = [LAYOUT, __version__, backend.device, backend.name, config.deterministic]
     return _digest([packs, config.quantize, config.config, config.max_len, config.draft, files]).hex()
