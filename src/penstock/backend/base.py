@@ -461,8 +461,7 @@ class DeviceKeeper(Protocol):
     def keep(self) -> None:
         """Leaves weights and KV cache to the next engine, once both are complete."""
 
-    def synchronize(self) -> None:
-        """Waits for all queued work of the device."""
+    def synchronize(self) -> None: ...
 
 
 class CacheSize(NamedTuple):

@@ -37,8 +37,7 @@ class MemoryDriver(Protocol):
     exports_memory: bool
 
     @property
-    def total(self) -> int:
-        """Returns the bytes of memory that the device has."""
+    def total(self) -> int: ...
 
     def reserve(self, size: int) -> int:
         """Returns the first of `size` addresses that nothing else gets."""
@@ -141,7 +140,6 @@ class MemorySegment:
 
 
 def array_interface(address: int, size: int) -> dict[str, Any]:
-    """Describes bytes on a device, for torch."""
     return {"shape": (size,), "typestr": "|u1", "data": (address, False), "strides": None, "version": 2}
 
 

@@ -246,7 +246,6 @@ class CudaDriver:
             self._call("cuCtxPopCurrent_v2", byref(c_void_p()))
 
     def _call(self, name: str, *arguments: Any) -> None:
-        """Calls the driver; raises DriverError on failure."""
         code = getattr(self._library, name)(*arguments)
         if code in (0, ENDED):
             return

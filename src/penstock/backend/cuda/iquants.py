@@ -52,7 +52,6 @@ def pieces(numbers: Array, shifts: tuple[int, ...], mask: int) -> Array:
 
 
 def sign_bits(signs: Array) -> Array:
-    """Returns a bit for each of 8 values."""
     return signs.to(torch.uint8)[..., None] >> torch.arange(8, dtype=torch.uint8, device=signs.device) & 1
 
 

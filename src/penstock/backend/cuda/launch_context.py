@@ -50,7 +50,6 @@ class Memory:
     kv: ReservedKv = field(default_factory=ReservedKv)
 
     def reserve_arrivals(self, count: int) -> None:
-        """Makes room for `count` counters of finished splits, one for each KV head of each split."""
         if len(self.split_kv.arrived) < count:
             self.split_kv = self.split_kv._replace(arrived=self.split_kv.arrived.new_zeros(count))
 

@@ -88,7 +88,6 @@ class LoadedProgram:
         memory.states.reserve(states, memory.arena)
 
     def free_kv(self, groups: Sequence[KvGroup] = ()) -> None:
-        """Gives the KV cache and the recurrent states back. The next ones have these layer groups."""
         memory = self.memory
         self.graphs.forget()
         self.groups = max(len(groups), 1)

@@ -62,7 +62,6 @@ def scaled_matrix(weight: Any, scales: Any | None) -> ScaledMatrix:
 
 
 def scale_kind(scales: Any | None) -> int:
-    """Returns which scales there are: ROW_SCALES, BLOCK_SCALES, or 0 for none."""
     return 0 if scales is None else int(scales.dim())
 
 

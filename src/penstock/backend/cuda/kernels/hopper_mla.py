@@ -102,7 +102,6 @@ def copy_tile(lines, boxes, barrier, line, stage, DIMS: gl.constexpr):
 
 @gluon.jit
 def copy_keys(nope, rope, buffers, turn, span, CONFIG: gl.constexpr):
-    """Begins the copies of both parts of a tile of keys, when their stage is free."""
     stage = turn % CONFIG.stages
     mbarrier.wait(buffers.keys_free.index(stage), (turn // CONFIG.stages & 1) ^ 1)
     barrier = buffers.keys_ready.index(stage)

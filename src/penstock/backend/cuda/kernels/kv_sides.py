@@ -46,7 +46,6 @@ def is_apart(cache: Any) -> bool:
 
 
 def kinds_of(cache: Any, scales: Any | None) -> KvKinds:
-    """Returns the kinds of a cache, [blocks, 2, kv_heads, block_size, D] or a pair of keys and values."""
     if not is_apart(cache):
         largest = largest_of(cache, scales)
         return KvKinds(largest, largest, False)
