@@ -61,5 +61,4 @@ class DirectReader(OfferReader, ABC):
         """Copies blocks; returns the CRC of each copy."""
 
     @abstractmethod
-    def _generation(self, place: int) -> int:
-        """Returns the generation that a place has now."""
+    def _generation(self, place: int) -> int: ...
