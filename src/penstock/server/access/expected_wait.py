@@ -207,10 +207,7 @@ class WaitForecast:
     def _refuse_late(self, expected: ExpectedRequest, own: float) -> None:
         forecast, limit = self._forecast_and_limit(expected, expected.by_model, own)
         if expected.by_model and forecast > limit:
-            retry, told = (
-                max(ceil(forecast - limit), 1),
-                ceil(10 * forecast) / 10,
-            )  # never less than the limit
+            retry, told = max(ceil(forecast - limit), 1), ceil(10 * forecast) / 10  # at least the limit
             raise WaitTooLong(
                 f"the first token would come after about {told:.1f} s, and {limit:.3g} s are allowed: retry in "
                 f"{retry} s",
