@@ -34,7 +34,7 @@ class FakeDriver:
         assert address not in self.mapped
         del self.reserved[address]
 
-    def map(self, address: int, size: int) -> int:
+    def map(self, address: int, size: int, *, exportable: bool = False) -> int:
         assert address not in self.mapped
         if sum(self.mapped.values()) + size > self.room:
             raise DriverError("map", OUT_OF_MEMORY, "out of memory")

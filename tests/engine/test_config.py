@@ -105,7 +105,7 @@ def test_a_container_has_what_it_was_granted(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_every_field_that_a_user_may_set_is_described() -> None:
     others = {"model", "name", "yielding", "grammars_wait", "kv_file", "standby", "listen", "secret", "offers"}
-    others |= {"max_len_for_all"}
+    others |= {"max_len_for_all", "descriptors"}
     assert {field.name for field in fields(Config)} == OPTIONS.keys() | others
     for name, option in OPTIONS.items():
         assert option.help.endswith(".")

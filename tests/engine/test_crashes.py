@@ -69,7 +69,7 @@ class Mortal(FakeBackend):
         return super().wait(ticket)
 
 class MortalLedger(KvLedger):
-    def settle(self, running=()):
+    def settle(self, running=(), late=0):
         if any({SETTLED} in seq.tokens[:4] and seq.computed > 2 for seq in running):
             raise struct.error("required argument is not an integer")
 

@@ -3,6 +3,8 @@ and in its ledger never changes an answer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any, NamedTuple
 
@@ -11,9 +13,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.backend.base import Batch, Bitmasks
+from penstock.backend.base import Batch, Bitmasks, BlockMemory
+from penstock.backend.blocks.host_room import PlainRoom
 from penstock.backend.fake import FakeBackend, pooled
 from penstock.core import Policy, check
+from penstock.core.incoming import take_in
 from penstock.engine.assemble import assemble
 from penstock.engine.control.weight_updates import WeightUpdates
 from penstock.engine.engine import Engine
@@ -81,6 +85,71 @@ class MortalBackend(FakeBackend):
         return result
 
 
+class QueuedBackend(MortalBackend):
+    """Queues steps and copies, as a GPU does, and does nothing before it must."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._queue: list[Callable[[], object]] = []
+        self.kv, self.states = QueuedBlocks(self.kv, self), QueuedBlocks(self.states, self)
+        self.keeper: Any = self
+
+    def queue(self, work: Callable[[], object]) -> None:
+        self._queue.append(work)
+
+    def launch(self, batch: Batch) -> int:
+        self.queue(partial(super().launch, batch))
+        return batch.step
+
+    def wait(self, ticket: int) -> StepResult:
+        while ticket not in self._results:
+            self._queue.pop(0)()
+        return super().wait(ticket)
+
+    def synchronize(self) -> None:
+        while self._queue:
+            self._queue.pop(0)()
+
+
+class QueuedBlocks:
+    """Implements BlockMemory of a backend that queues."""
+
+    def __init__(self, memory: BlockMemory, backend: QueuedBackend) -> None:
+        self._memory, self._backend = memory, backend
+        self.fingerprint = memory.fingerprint
+
+    def copy_blocks(self, pairs: Any) -> None:
+        self._backend.queue(partial(self._memory.copy_blocks, list(pairs)))
+
+    def import_blocks(self, blocks: Any, data: Any) -> None:
+        self._backend.queue(partial(self._memory.import_blocks, list(blocks), bytes(data)))
+
+    def touch_blocks(self, blocks: Any) -> None:
+        self._backend.queue(partial(self._memory.touch_blocks, list(blocks)))
+
+    def export_blocks(self, blocks: Any) -> bytes:
+        self._backend.synchronize()
+        return self._memory.export_blocks(blocks)
+
+    def host_room(self, places: int) -> Any:
+        return QueuedRoom(PlainRoom(self._memory, places), self._backend)
+
+
+class QueuedRoom:
+    """Implements HostRoom of a backend that queues."""
+
+    def __init__(self, room: PlainRoom, backend: QueuedBackend) -> None:
+        self._room, self._backend = room, backend
+        self.array, self.finish = room.array, backend.synchronize
+        self.timings, self.close = room.timings, room.close
+
+    def copy_out(self, blocks: Any, places: Any) -> None:
+        self._backend.queue(partial(self._room.copy_out, list(blocks), list(places)))
+
+    def copy_in(self, blocks: Any, places: Any) -> None:
+        self._backend.queue(partial(self._room.copy_in, list(blocks), list(places)))
+
+
 class MortalWords:
     """Can be killed after every word that is written to it."""
 
@@ -111,7 +180,8 @@ def opened(limits: Limits, found: Remains, random: Random, **options: Any) -> tu
     """Returns an engine that adopts what remains of another, and can be killed itself."""
     memory = bytearray(found.ledger)
     deaths = Deaths(random, memory)
-    backend = MortalBackend(limits.vocab, limits.max_rows, limits.windows)
+    kind = QueuedBackend if options.get("depth") else MortalBackend
+    backend = kind(limits.vocab, limits.max_rows, limits.windows)
     backend.reserve_kv(limits.num_blocks, limits.block_size, all_states(limits))
     backend._programs[0].kv = deaths.kv = found.kv.copy()
     if found.states is not None:
@@ -336,3 +406,30 @@ def test_of_a_tail_that_is_noted_of_one_layer_group_only_what_both_have_is_used(
     second.add(Request(1, PROMPT, SamplingParams(temperature=0), 40, generated=tokens))
     second.step()
     assert second.stats().computed_tokens == 3
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_blocks_whose_copies_a_device_has_only_queued_are_not_adopted(busy: bool) -> None:
+    """They come from a peer or a disk, while the device has a step in flight or nothing to do."""
+    source, _ = served()
+    finish(source, served()[1], PROMPT)
+    chain = source.scheduler.cache.trie.match("", PROMPT, 3)
+    data = source.backend.kv.export_blocks([node.blocks[0] for node in chain])
+    engine, deaths = opened(LIMITS, Remains.none(LIMITS), Random(1), depth=1)
+    engine.add(Request(1, (50, 51, 52), SamplingParams(temperature=0), 20))
+    found = []
+
+    def fill(blocks: list[list[int]]) -> int:
+        engine.backend.kv.import_blocks([block for (block,) in blocks], data)
+        return len(blocks)
+
+    for step in range(30):
+        if step == (4 if busy else 28):
+            assert take_in(engine.scheduler.cache, "", PROMPT, 0, [[True]] * 3, fill) == 3
+        engine.step()
+        found.append(Remains(bytes(deaths._ledger), deaths.kv.copy()))
+    assert engine.idle
+    for remains in found:
+        second, _ = opened(LIMITS, remains, Random(1))
+        ask(second, [arrival(PROMPT)])
+    assert second.stats().cached_tokens == 12

@@ -120,7 +120,7 @@ def test_a_head_with_all_tokens_needs_no_table_of_them(tmp_path: Path) -> None:
         ({}, {"d2t": np.full(24, 60)}, "'d2t' leads to token 64, and the target has 64 tokens"),
         ({}, {"d2t": np.zeros(24, np.float32)}, "'d2t' is stored as F32; it must be I64 or I32"),
         ({}, {"fc.weight": None}, "has no tensor 'fc.weight', which every EAGLE-3 head has"),
-        ({}, {"gate.weight": np.zeros((2, 2), np.float32)}, "a tensor named 'gate.weight', which this engine has no"),
+        ({}, {"gate.weight": np.zeros((2, 2), np.float32)}, "a tensor named 'gate.weight', which this engine does not"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(

@@ -249,7 +249,7 @@ def test_windows_that_a_file_cannot_tell_of_are_refused(folder_with: Callable[..
         ("deepseek_v2", "topk_method", "greedy", "deepseek2 cannot express q_lora_rank = null in a model of 2 layers"),
         ("qwen2_moe", "norm_topk_prob", True, "qwen2moe cannot express norm_topk_prob = true"),
         ("olmoe", "norm_topk_prob", True, "olmoe cannot express norm_topk_prob = true"),
-        ("olmoe", "norm_topk_prob", False, "olmoe cannot express num_key_value_heads = 2: .* which are 4"),
+        ("olmoe", "norm_topk_prob", False, "olmoe cannot express num_key_value_heads = 2: .* expects 4"),
         ("dots1", "norm_topk_prob", True, "dots1 cannot express num_key_value_heads = 2"),
         ("ernie4_5_moe", "moe_layer_interval", 2, "ernie45 cannot express moe_layer_interval above 1"),
         ("falcon", "num_ln_in_parallel_attn", 2, "a Falcon with two norms in each layer cannot be written"),

@@ -51,6 +51,7 @@ def copy_without(dialect: str, folder: Path) -> None:
         place, original = place / inner, original / inner
 
 
+@pytest.mark.long(cases=2)
 @pytest.mark.parametrize("dialect", ALL)
 def test_the_server_answers_without_a_dialect(dialect: str, tmp_path: Path) -> None:
     copy_without(dialect, tmp_path)

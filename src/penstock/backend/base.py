@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from penstock.backend.blocks.sharing import DeviceSharing
 from penstock.config import available_memory, total_memory
 from penstock.model.low_rank import LowRankUpdate
+from penstock.model.packer import Packs
 from penstock.model.spec import KvGroup, ModelSpec
 from penstock.model.tensor import Stack, Tensor
 from penstock.types import SamplerChain, StepResult
@@ -458,6 +459,23 @@ class Sleeper(Protocol):
         little."""
 
 
+class DeviceKeeper(Protocol):
+    """Keeps weights and KV cache in the device's memory for the next engine process."""
+
+    @property
+    def kv_id(self) -> bytes:
+        """Names the memory of the KV cache; empty: it ends with this process."""
+
+    def packer(self, identity: str, packer: Packs) -> Packs:
+        """Returns a packer that reuses weights kept under the same identity; without any, it packs with `packer`."""
+
+    def keep(self) -> None:
+        """Leaves weights and KV cache to the next engine, once both are complete."""
+
+    def synchronize(self) -> None:
+        """Waits for all queued work of the device."""
+
+
 class CacheSize(NamedTuple):
     """Says how much a KV cache holds."""
 
@@ -479,6 +497,10 @@ class Backend(WeightPacker, Runner, Tuner, Protocol):
     adapters: AdapterSlots
     sleeper: Sleeper | None  # None: memory comes back when the process ends
     sharing: DeviceSharing | None  # None: blocks reach other processes through host memory
+
+    @property
+    def keeper(self) -> DeviceKeeper | None:
+        """Returns the keeper of the device's memory; None: the memory ends with this process."""
 
     def begin_update(self, loaded: Sequence[Any]) -> WeightUpdate:
         """Begins to replace the weights that were `loaded` (see exchange.py); one update at a time."""

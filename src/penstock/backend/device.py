@@ -58,6 +58,7 @@ class DeviceKind:
     exact_kv: str = "auto"  # KV format of encoders
     cached_weights: bool = False  # packed weights are kept on disk
     kv_in_file: bool = False  # the KV cache can lie in a file, which the next engine process maps
+    exports_memory: bool = False  # the next engine process can map the device's memory
 
     own_memory: bool = False  # separate from the host's, and with room for one engine
     computes_in_numpy: bool = False

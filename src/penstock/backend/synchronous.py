@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from penstock.backend.base import Batch, Bitmasks, CacheSize, Floats, Ints, Model, Sleeper, Ticket
+from penstock.backend.base import Batch, Bitmasks, CacheSize, DeviceKeeper, Floats, Ints, Model, Sleeper, Ticket
 from penstock.backend.blocks.sharing import DeviceSharing
 from penstock.types import StepResult
 
@@ -33,6 +33,7 @@ class SynchronousBackend(Generic[P]):
     padded_sizes: Sequence[int] = ()
     sleeper: Sleeper | None = None
     sharing: DeviceSharing | None = None
+    keeper: DeviceKeeper | None = None
 
     def __init__(self) -> None:
         self._programs: dict[int, P] = {}

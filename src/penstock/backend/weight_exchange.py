@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from penstock.backend.base import WeightPacker
+from penstock.model.packer import Packs
 from penstock.model.tensor import Stack, Tensor
 
 MATRIX, VECTOR, EXPERTS, HEADS = "matrix", "vector", "experts", "heads"
@@ -21,7 +21,7 @@ class PackedWeight(NamedTuple):
 class KeepingPacker:
     """Packs with a backend, and keeps everything that it packed, in order."""
 
-    def __init__(self, packer: WeightPacker) -> None:
+    def __init__(self, packer: Packs) -> None:
         self._packer = packer
         self.kept: list[PackedWeight] = []
 
@@ -42,11 +42,35 @@ class KeepingPacker:
         return weight
 
 
+class ReplayingPacker:
+    """Returns weights that another process has packed, in the order in which it packed them."""
+
+    def __init__(self, weights: Iterable[PackedWeight]) -> None:
+        self._weights = iter(weights)
+
+    def pack_matrix(self, parts: Sequence[Tensor], bias: Sequence[Tensor | None]) -> Any:
+        return self._next(MATRIX)
+
+    def pack_vector(self, tensor: Tensor) -> Any:
+        return self._next(VECTOR)
+
+    def pack_experts(self, up: Sequence[Stack], down: Sequence[Stack], choice_bias: Tensor | None) -> Any:
+        return self._next(EXPERTS)
+
+    def pack_heads(self, tensor: Tensor) -> Any:
+        return self._next(HEADS)
+
+    def _next(self, kind: str) -> Any:
+        packed, weight = next(self._weights)
+        assert packed == kind, "one model packs the same kinds of weights in the same order"
+        return weight
+
+
 class PairingPacker(KeepingPacker):
     """Packs weights that take the place of loaded ones. Where a kind is `paired` it returns the loaded weight, which
     gets the new values when weights are exchanged: adapters, and graphs of launches, know weights by their identity."""
 
-    def __init__(self, packer: WeightPacker, loaded: Iterable[PackedWeight], paired: Sequence[str]) -> None:
+    def __init__(self, packer: Packs, loaded: Iterable[PackedWeight], paired: Sequence[str]) -> None:
         super().__init__(packer)
         self._loaded = iter([each for each in loaded if each.kind in paired])
         self._paired = paired

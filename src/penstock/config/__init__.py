@@ -110,7 +110,8 @@ class Config:
     max_len_for_all: bool = False  # max_len is shared by several models, and a shorter context takes precedence
     yielding: bool = False  # loads weights at low priority on a CPU
     grammars_wait: bool = False  # requests with grammars wait for this engine
-    kv_file: str = ""  # memory file of a CPU's KV cache, which the next engine inherits
+    kv_file: str = ""  # memory file of a CPU's KV cache or a GPU's KV ledger, which the next engine inherits
+    descriptors: str = ""  # address of the store that keeps a GPU's memory for the next engine
     standby: bool = False  # loads the model and waits to take over another engine's KV cache
     offers: tuple[str, ...] = ()  # endpoints that offer KV blocks to other engines: shm, tcp:HOST:PORT
     listen: str = ""  # address for several clients; ipc://*: in the folder of the engine's socket

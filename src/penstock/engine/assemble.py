@@ -78,7 +78,8 @@ def assemble(
         copy_costs=copying,
     )
     cache = scheduler.cache
-    kept = Feature() if ledger is None else KeptKv(ledger, cache)  # it adopts blocks before others use free ones
+    # adopts blocks before others use free ones
+    kept = Feature() if ledger is None else KeptKv(ledger, cache, backend.keeper)
     host = HostMemory.open(limits, backend, copying)
     features = [
         LoadedModel(classifier, dense, unknown_fields),

@@ -29,7 +29,7 @@ from penstock.engine.kv_handover.kept_kv import open_kv_file, open_ledger
 from penstock.engine.kv_reservation import described_cache, reserve_kv
 from penstock.engine.kv_transfer.peers import transfer_options
 from penstock.engine.lora.feature import open_adapters
-from penstock.engine.model_loading import load_weights, open_configured
+from penstock.engine.model_loading import load_weights, open_configured, open_packer
 from penstock.model.adapter_files import AdapterBase
 from penstock.model.draft import open_draft
 from penstock.model.load import Checkpoint
@@ -93,9 +93,11 @@ def build_engine(
     if backend.own_memory:
         until_needed()  # there is memory for one engine
         _tell_memory(config, checkpoint, draft, backend, tell)
-    weights = load_weights(checkpoint, backend, yielding=config.yielding and not backend.own_memory)
+    keeper, models = backend.keeper, [each for each in (checkpoint, draft) if each]
+    packer = open_packer(config, models, backend)
+    weights = load_weights(checkpoint, backend, packer, yielding=config.yielding and not backend.own_memory)
     if draft is not None:
-        draft = load_draft(draft, config, checkpoint, weights.model, backend)
+        draft = load_draft(draft, config, checkpoint, weights.model, backend, packer)
     timer.stop("weights")
     _check_kv(config, checkpoint, weights.model, backend, timer)
     limits, group_token, kv_memory = reserve_kv(config, checkpoint, backend, draft)
@@ -107,7 +109,9 @@ def build_engine(
     grammars = open_grammars(config, limits)
     until_needed()
     if kv_file is not None:
-        ledger = open_ledger(kv_file, blocks, limits, kv_memory)
+        ledger = open_ledger(kv_file, blocks, limits, kv_memory, keeper)
+    if keeper is not None:
+        keeper.keep()
     most, drafting = draft_limit(config.speculation), open_copying(config, backend, limits)
     return assemble(
         backend,

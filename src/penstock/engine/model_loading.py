@@ -9,9 +9,11 @@ from typing import NamedTuple
 from penstock.backend.base import Backend
 from penstock.backend.weight_exchange import KeepingPacker, PackedWeight
 from penstock.config import Config
+from penstock.engine.kv_handover.identity import weights_identity
 from penstock.engine.low_priority import run_yielding
 from penstock.model.load import Checkpoint, load_placed, open_checkpoint, unknown_line
 from penstock.model.low_rank import Placement
+from penstock.model.packer import Packs
 from penstock.model.registry import PackedModel
 from penstock.model.spec import ModelSpec
 
@@ -48,8 +50,15 @@ class LoadedWeights(NamedTuple):
     kept: Sequence[PackedWeight]
 
 
-def load_weights(checkpoint: Checkpoint, backend: Backend, *, yielding: bool) -> LoadedWeights:
-    packer = KeepingPacker(backend)
+def open_packer(config: Config, checkpoints: Sequence[Checkpoint], backend: Backend) -> Packs:
+    """Returns the packer of a model and its draft model. It reuses weights that the previous engine left."""
+    if backend.keeper is None:
+        return backend
+    return backend.keeper.packer(weights_identity(config, checkpoints, backend), backend)
+
+
+def load_weights(checkpoint: Checkpoint, backend: Backend, packs: Packs, *, yielding: bool) -> LoadedWeights:
+    packer = KeepingPacker(packs)
 
     def load() -> LoadedWeights:
         model, placements = load_placed(checkpoint, packer)

@@ -118,7 +118,8 @@ class Keeper:
         if self._failures > 2:  # the KV cache may be the cause
             self._kv.close()
         listen = f"tcp://{own_address(_host_in(self._spec.steward))}:*" if self._spec.tcp else "ipc://*"
-        config = replace(self._spec.config, kv_file=self._kv.open(), listen=listen, secret=self._spec.secret)
+        config = replace(self._spec.config, listen=listen, secret=self._spec.secret)
+        config = replace(config, kv_file=self._kv.open(), descriptors=self._kv.open_descriptors())
         self._engine = await EngineProcess.launch(self._launcher, config, self._flight.times)
         hello = self._engine.hello
         self._restarts += 1

@@ -109,8 +109,8 @@ class ProcessClient(SingleEngineClient):
         if self._failures > 1 or self._streams.judge.blamed_twice:  # the KV cache may be the cause
             await self._standby.close()
             self._kv.close()
-        grammars_wait, kv_file = self._streams.with_grammars, self._kv.open()
-        config = replace(self._config, yielding=yielding, grammars_wait=grammars_wait, kv_file=kv_file)
+        config = replace(self._config, yielding=yielding, grammars_wait=self._streams.with_grammars)
+        config = replace(config, kv_file=self._kv.open(), descriptors=self._kv.open_descriptors())
         times, self._launched = self._flight.times, config
         standby = await self._standby.take(config, times)
         self._engine = standby or await EngineProcess.launch(self._launcher, config, times)

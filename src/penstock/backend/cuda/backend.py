@@ -16,6 +16,7 @@ from penstock.backend.base import (
     Bitmasks,
     BlockMemory,
     CacheSize,
+    DeviceKeeper,
     Floats,
     Footprint,
     Ints,
@@ -117,8 +118,13 @@ class CudaBackend:
         self.states: BlockMemory = CudaStates(self._programs, gpu.device, gpu.on_stream, fixed=tilings.fixed)
         self.adapters: AdapterSlots = self._programs.adapters
         self._last_memory = LastMemory(gpu.device)
+        arena.share(workspace, tilings, tilings.device)
         self.sleeper: Sleeper | None = CudaSleeper.of(arena, workspace.transfer, self._last_memory)
         self.sharing: DeviceSharing | None = CudaSharing.of(gpu.device, self._programs.blocks.rows)
+
+    @property
+    def keeper(self) -> DeviceKeeper | None:
+        return self._programs.keeper
 
     # -- loading -------------------------------------------------------------------------------------------------
 
@@ -144,7 +150,8 @@ class CudaBackend:
 
     def begin_update(self, loaded: Sequence[PackedWeight]) -> CudaUpdate:
         packer, program = CudaPacker.on_host(self._packer.target), self._programs[0].program.recorded
-        return CudaUpdate(packer, loaded, program, self._gpu.device, self._gpu.on_stream)
+        drop_kept = self._programs.drop_kept_weights
+        return CudaUpdate(packer, loaded, program, self._gpu.device, self._gpu.on_stream, drop_kept)
 
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor]) -> Footprint:
         return self._programs.footprint(spec, tensors, self._packer.target.rules)

@@ -60,6 +60,7 @@ def open_cuda(
     if not _installed():
         raise ConfigError(f"device {device} needs torch and triton: pip install 'penstock[cuda]'")
     from penstock.backend.cuda.backend import CudaBackend
+    from penstock.backend.cuda.keeper import open_arena
 
     return CudaBackend(
         config.step_tokens,
@@ -69,6 +70,7 @@ def open_cuda(
         quantize="" if QUANTIZATIONS.get(config.quantize) else config.quantize,
         kv=config.kv,
         deterministic=config.deterministic,
+        arena=open_arena(str(device), config.descriptors),
     )
 
 
@@ -95,6 +97,7 @@ DEVICE = DeviceKind(
     quantizations=QUANTIZATIONS,
     quantizes_heads=False,
     kv_formats=("bf16", "fp8", "int8", "int4"),
+    exports_memory=True,
     own_memory=True,
     kernel_cache="TRITON_CACHE_DIR",
     cluster_resource="GPU",

@@ -7,7 +7,9 @@ mapped again (https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__VA.html)
 from __future__ import annotations
 
 import ctypes
+import os
 from ctypes import POINTER, Structure, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint, c_ushort, c_void_p
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ import torch
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 ENDED = 4  # CUDA_ERROR_DEINITIALIZED: the process exits, and its memory with it
 MAPS_MEMORY = 102  # CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+EXPORTS_MEMORY = 103  # CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
+FILE_DESCRIPTOR = 1  # CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED: memory that does not migrate
 ON_DEVICE = 1  # CU_MEM_LOCATION_TYPE_DEVICE
 READ_AND_WRITE = 3  # CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -64,6 +68,8 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuInit": (c_uint,),
     "cuDeviceGet": (POINTER(c_int), c_int),
     "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
+    "cuDeviceGetPCIBusId": (c_char_p, c_int, c_int),
+    "cuDeviceTotalMem_v2": (POINTER(c_size_t), c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxPopCurrent_v2": (POINTER(c_void_p),),
@@ -74,6 +80,8 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuMemAddressFree": (Address, c_size_t),
     "cuMemCreate": (POINTER(Handle), c_size_t, POINTER(AllocationProperties), Flags),
     "cuMemRelease": (Handle,),
+    "cuMemExportToShareableHandle": (POINTER(c_int), Handle, c_int, Flags),
+    "cuMemImportFromShareableHandle": (POINTER(Handle), c_void_p, c_int),
     "cuMemMap": (Address, c_size_t, c_size_t, Handle, Flags),
     "cuMemUnmap": (Address, c_size_t),
     "cuMemSetAccess": (Address, c_size_t, POINTER(MemoryAccess), c_size_t),
@@ -110,10 +118,11 @@ class CudaDriver:
         self._call("cuDevicePrimaryCtxRetain", byref(context), number)  # torch's own; it lives as long as the process
         self._context = context
         self._location = MemoryLocation(ON_DEVICE, number.value)
+        self._number = number
         self._properties = AllocationProperties(type=PINNED, location=self._location)
-        maps, granularity = c_int(), c_size_t()
-        self._call("cuDeviceGetAttribute", byref(maps), MAPS_MEMORY, number)
-        self.maps_memory = bool(maps.value)
+        self._exportable = AllocationProperties(type=PINNED, handle_types=FILE_DESCRIPTOR, location=self._location)
+        granularity = c_size_t()
+        self.maps_memory, self.exports_memory = self._has(MAPS_MEMORY), self._has(EXPORTS_MEMORY)
         if self.maps_memory:
             properties = byref(self._properties)
             self._call_on_device("cuMemGetAllocationGranularity", byref(granularity), properties, LEAST_GRANULARITY)
@@ -127,9 +136,42 @@ class CudaDriver:
     def free(self, address: int, size: int) -> None:
         self._call_on_device("cuMemAddressFree", address, size)
 
-    def map(self, address: int, size: int) -> int:
-        handle, access = Handle(), MemoryAccess(self._location, READ_AND_WRITE)
-        self._call_on_device("cuMemCreate", byref(handle), size, byref(self._properties), 0)
+    def map(self, address: int, size: int, *, exportable: bool = False) -> int:
+        handle, properties = Handle(), self._exportable if exportable else self._properties
+        self._call_on_device("cuMemCreate", byref(handle), size, byref(properties), 0)
+        return self._map(address, size, handle.value)
+
+    def map_descriptor(self, address: int, size: int, descriptor: int) -> int:
+        handle = Handle()
+        self._call_on_device("cuMemImportFromShareableHandle", byref(handle), descriptor, FILE_DESCRIPTOR)
+        return self._map(address, size, handle.value)
+
+    def export(self, handle: int) -> int:
+        descriptor = c_int()
+        self._call_on_device("cuMemExportToShareableHandle", byref(descriptor), handle, FILE_DESCRIPTOR, 0)
+        return descriptor.value
+
+    def hold_device(self) -> list[int]:
+        bus = ctypes.create_string_buffer(32)
+        self._call("cuDeviceGetPCIBusId", bus, len(bus), self._number)
+        known = Path("/proc/driver/nvidia/gpus", bus.value.decode().lower(), "information").read_text()
+        minors = [line.split()[-1] for line in known.splitlines() if line.startswith("Device Minor")]
+        return [os.open(f"/dev/nvidia{minor}", os.O_RDWR | os.O_CLOEXEC) for minor in minors]
+
+    @property
+    def total(self) -> int:
+        size = c_size_t()
+        self._call("cuDeviceTotalMem_v2", byref(size), self._number)
+        return size.value
+
+    def _has(self, attribute: int) -> bool:
+        value = c_int()
+        self._call("cuDeviceGetAttribute", byref(value), attribute, self._number)
+        return bool(value.value)
+
+    def _map(self, address: int, size: int, handle: int) -> int:
+        """Maps memory to reserved addresses. If that fails, the memory is given back."""
+        access = MemoryAccess(self._location, READ_AND_WRITE)
         try:
             self._call_on_device("cuMemMap", address, size, 0, handle, 0)
         except DriverError:
@@ -138,9 +180,9 @@ class CudaDriver:
         try:
             self._call_on_device("cuMemSetAccess", address, size, byref(access), 1)
         except DriverError:
-            self.unmap(address, size, handle.value)
+            self.unmap(address, size, handle)
             raise
-        return handle.value
+        return handle
 
     def unmap(self, address: int, size: int, handle: int) -> None:
         self._call_on_device("cuMemUnmap", address, size)

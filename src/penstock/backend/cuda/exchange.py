@@ -37,11 +37,13 @@ class CudaUpdate:
         program: Program,
         device: torch.device,
         on_stream: Callable[[], AbstractContextManager[Any]],
+        before_exchange: Callable[[], None],
     ) -> None:
         self.packer = PairingPacker(packer, loaded, (MATRIX, VECTOR, EXPERTS, HEADS))
         self._program = program
         self._transfer = Transfer(device)
         self._on_stream = on_stream
+        self._before_exchange = before_exchange
         self._copies: list[tuple[Any, Any]] = []
 
     def prepare(self, model: Model) -> None:
@@ -49,6 +51,7 @@ class CudaUpdate:
         self._copies = [copy for pair in self.packer.pairs for copy in copies(*pair)]
 
     def exchange(self) -> None:
+        self._before_exchange()
         with self._on_stream():
             for loaded, new in self._copies:
                 self._transfer.send(new.reshape(-1).view(torch.uint8).numpy(), loaded)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from penstock.backend.base import CacheSize, Footprint, MemoryNeeds, Model
 from penstock.backend.cuda.adapters import CudaAdapters
@@ -11,6 +11,7 @@ from penstock.backend.cuda.blocks import CudaBlocks
 from penstock.backend.cuda.footprint import expands, weight_bytes, workspace_bytes
 from penstock.backend.cuda.gpu import Gpu
 from penstock.backend.cuda.input_buffer import InputBuffer
+from penstock.backend.cuda.keeper import CudaKeeper
 from penstock.backend.cuda.kv_cache import KvLayout, layout_of
 from penstock.backend.cuda.kv_expansion import kv_expansion_of
 from penstock.backend.cuda.loaded_program import LoadedProgram
@@ -58,6 +59,14 @@ class Programs(Mapping[int, LoadedProgram]):
         sizes = shared.sizes.rows, shared.sizes.tokens
         return CudaAdapters(shared.device, shared.dtype, sizes, self._gpu.on_stream, fixed=shared.tilings.fixed)
 
+    @property
+    def keeper(self) -> CudaKeeper | None:
+        return self._shared.arena.keeper
+
+    def drop_kept_weights(self) -> None:
+        if self.keeper is not None:
+            self.keeper.change_weights()
+
     def footprint(self, spec: ModelSpec, tensors: Iterable[Tensor], rules: StorageRules) -> Footprint:
         """Predicts a model's memory: see `Tuner.footprint`."""
         listed, sizes = list(tensors), self._shared.sizes
@@ -67,10 +76,11 @@ class Programs(Mapping[int, LoadedProgram]):
             copies = kv_expansion_of(spec.cached_attention, sizes.tokens, self._shared.tilings)
             workspace += copies.bytes if copies else 0
         memory, on_gpu = self._gpu.memory(), self._gpu.stream is not None
+        waiting = self.keeper.waiting_bytes if self.keeper else 0
         made = Footprint(
             self._shared.tilings.device.name if on_gpu else "the interpreter",
             memory.total,
-            memory.free,
+            min(memory.free + waiting, memory.total),
             weight_bytes(listed, rules),
             workspace,
             SPARE_MEMORY if on_gpu else 0,
@@ -90,7 +100,8 @@ class Programs(Mapping[int, LoadedProgram]):
             return INTERPRETER_CACHE
         self._gpu.release_cached()
         own = self.blocks.nbytes + sum(program.state_bytes for program in self.values())
-        return max(self._gpu.memory().free + own - SPARE_MEMORY, 0)
+        waiting, room = (self.keeper.waiting_bytes, self.keeper.kv_room) if self.keeper else (0, 0)
+        return max(self._gpu.memory().free + own + waiting - SPARE_MEMORY, room)
 
     def reserve_kv(self, size: CacheSize, groups: Sequence[KvGroup] = ()) -> None:
         """Reserves one block more than asked for: rows that only pad a step write there."""
@@ -99,7 +110,7 @@ class Programs(Mapping[int, LoadedProgram]):
             program.check_groups(of[number])  # refused before anything is freed
         self.free_kv(groups)
         try:
-            with self._gpu.reserving(f"a cache of {size.blocks} blocks"):
+            with self._gpu.reserving(f"a cache of {size.blocks} blocks"), self._kept_kv(size, groups):
                 self._inputs.reserve(size.blocks, size.block_size, max(len(groups), 1))
                 whole = size.blocks + 1, size.block_size
                 for number, program in self.items():
@@ -109,6 +120,13 @@ class Programs(Mapping[int, LoadedProgram]):
             self.free_kv(groups)
             raise
 
+    def _kept_kv(self, size: CacheSize, groups: Sequence[KvGroup]) -> AbstractContextManager[None]:
+        """Allocates KV caches and states where they outlive this process, if there is a keeper."""
+        if self.keeper is None:
+            return nullcontext()
+        layers = [program.program.layers for program in self.values()]
+        return self.keeper.kv(repr((*size, groups, self._layout, layers)), self._free_for_kv())
+
     def free_kv(self, groups: Sequence[KvGroup] = ()) -> None:
         """Gives the KV cache and the recurrent states back. The next ones of program 0 have these layer groups."""
         self._shared.hidden.free()
@@ -117,13 +135,14 @@ class Programs(Mapping[int, LoadedProgram]):
 
     @contextmanager
     def other_kv(self, kv: str, size: CacheSize) -> Iterator[None]:
-        """Gives all programs an empty KV cache in another format, for a moment."""
+        """Gives all programs an empty KV cache in another format, for a moment. It is not kept."""
         own, self._layout = self._layout, layout_of(kv, self._shared.dtype)
+        keeper, self._shared.arena.keeper = self.keeper, None
         try:
             self.reserve_kv(size)
             yield
         finally:
-            self._layout = own
+            self._layout, self._shared.arena.keeper = own, keeper
             self.free_kv()
 
     def forget_graphs(self) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from penstock.backend.cuda.arena import Arena, release_cached
 from penstock.backend.cuda.transfer import Transfer
+from penstock.errors import OutOfMemory
 
 LAST_MEMORY = 128 << 20  # bytes
 
@@ -45,10 +46,21 @@ class CudaSleeper:
 
     def sleep(self) -> int:
         self._transfer.finish()
-        self._arena.sleep()
+        if self._arena.keeper is not None:
+            self._arena.keeper.withdraw()  # the device has its memory back only if nobody holds it
+        try:
+            self._arena.sleep()
+        except OutOfMemory:
+            self._keep()
+            raise
         self._last.give_back()
         release_cached(self._arena.device)
         return self._arena.host_bytes
 
     def wake(self) -> None:
         self._arena.wake()
+        self._keep()
+
+    def _keep(self) -> None:
+        if self._arena.keeper is not None:
+            self._arena.keeper.keep()

@@ -15,6 +15,7 @@ from penstock.model.draft import group_of
 from penstock.model.eagle import EagleHead
 from penstock.model.load import Checkpoint, load_model
 from penstock.model.mtp_head import is_head, load_head
+from penstock.model.packer import Packs
 from penstock.model.registry import PackedModel
 from penstock.planning.memory_plan import gigabytes
 from penstock.types import Limits
@@ -46,13 +47,13 @@ def open_drafting(draft: Checkpoint | None, target: Checkpoint, backend: Backend
 
 
 def load_draft(
-    draft: Checkpoint, config: Config, target: Checkpoint, model: PackedModel, backend: Backend
+    draft: Checkpoint, config: Config, target: Checkpoint, model: PackedModel, backend: Backend, packer: Packs
 ) -> Checkpoint:
-    """Loads a draft model or a head of the target's `model` as the backend's program 1; returns its checkpoint as it is
-    stored. A draft model that is larger than its target is logged."""
+    """Loads a draft model or a head of the target's `model` as the backend's program 1, packed by `packer`; returns its
+    checkpoint as it is stored. A draft model that is larger than its target is logged."""
     draft = quantized(draft, config)
     token_ids = draft.token_ids if isinstance(draft, EagleHead) else ()
-    made = load_head(draft, model, backend) if is_head(draft) else load_model(draft, backend)
+    made = load_head(draft, model, packer) if is_head(draft) else load_model(draft, packer)
     backend.load(made, 1, token_ids)
     sizes = weight_bytes(draft, backend), weight_bytes(target, backend)
     if sizes[0] > sizes[1]:

@@ -8,7 +8,7 @@ from hashlib import blake2b
 
 from penstock import __version__
 from penstock.backend.base import Backend
-from penstock.backend.packed_cache import identity
+from penstock.backend.packed_cache import LAYOUT, identity
 from penstock.config import Config
 from penstock.model.load import Checkpoint
 from penstock.types import Limits
@@ -30,10 +30,18 @@ def kv_identity(config: Config, checkpoints: Sequence[Checkpoint], backend: Back
     return _digest([computes, config.quantize, config.config, contexts, files])
 
 
-def cache_identity(blocks: bytes, limits: Limits) -> bytes:
-    """Returns a digest of a KV cache as a whole, whose blocks have this identity: also of how many there are."""
+def cache_identity(blocks: bytes, limits: Limits, memory: bytes = b"") -> bytes:
+    """Returns a digest of a KV cache as a whole, whose blocks have this identity: also of how many there are, and of
+    the memory that they lie in, if that is not the ledger's own file."""
     states = [limits.max_rows, limits.states] if limits.states else []
-    return _digest([blocks.hex(), limits.num_blocks, limits.max_len, limits.windows, *states])
+    return _digest([blocks.hex(), limits.num_blocks, limits.max_len, limits.windows, *states, memory.hex()])
+
+
+def weights_identity(config: Config, checkpoints: Sequence[Checkpoint], backend: Backend) -> str:
+    """Returns a digest of everything that determines packed weights: files, changes at load, drafts and the packer."""
+    files = [[identity(file) for file in each.files] for each in checkpoints]
+    packs = [LAYOUT, __version__, backend.device, backend.name, config.deterministic]
+    return _digest([packs, config.quantize, config.config, config.max_len, config.draft, files]).hex()
 
 
 def _digest(parts: Sequence[object]) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.backend.base import DeviceKeeper
 from penstock.backend.blocks.kv_file import KvFile
 from penstock.backend.devices import device_kind
 from penstock.config import Config
@@ -19,12 +20,17 @@ from penstock.types import Limits
 class KeptKv(Feature):
     """Adopts the blocks that the engine process before has left, and keeps the ledger up to date."""
 
-    def __init__(self, ledger: KvLedger, cache: KvCache) -> None:
+    def __init__(self, ledger: KvLedger, cache: KvCache, keeper: DeviceKeeper | None) -> None:
         self._ledger = ledger
         self._adopted = ledger.adopt_into(cache)
+        self._keeper = keeper
 
     def after_step(self) -> None:
-        self._ledger.settle(self.engine.scheduler.running)
+        """Notes written blocks. While a step is in flight, these are the blocks of the steps before."""
+        late = len(self.engine.pipeline.in_flight)
+        if not late and self._ledger.pending and self._keeper is not None:
+            self._keeper.synchronize()  # copies may be queued
+        self._ledger.settle(self.engine.scheduler.running, late)
 
     def weights_changed(self) -> None:
         self._ledger.freeze()
@@ -37,16 +43,23 @@ class KeptKv(Feature):
 
 
 def open_kv_file(config: Config, checkpoint: Checkpoint) -> KvFile | None:
-    """Returns the file that the KV cache and recurrent states lie in; None if they are private memory."""
-    if not config.kv_file or not device_kind(config.device).kv_in_file or checkpoint.spec.encoder:
+    """Returns the file of the ledger, and on a CPU also of the KV cache and recurrent states; None if they end with
+    this process."""
+    kind = device_kind(config.device)
+    outlives = kind.kv_in_file or (kind.exports_memory and config.descriptors)
+    if not config.kv_file or not outlives or checkpoint.spec.encoder:
         return None
     return KvFile(config.kv_file)
 
 
-def open_ledger(file: KvFile, blocks: bytes, limits: Limits, kv_memory: int) -> KvLedger:
-    """Returns the ledger of a KV cache that may take `kv_memory` bytes of a file, with states, and whose blocks have
-    this identity. What the file has of another KV cache is dropped."""
+def open_ledger(
+    file: KvFile, blocks: bytes, limits: Limits, kv_memory: int, keeper: DeviceKeeper | None
+) -> KvLedger | None:
+    """Returns the ledger of a KV cache that may take `kv_memory` bytes, with states, and whose blocks have this
+    identity. It forgets the blocks of another KV cache. There is none if the device's memory ends with this process."""
+    if keeper is not None and not keeper.kv_id:
+        return None
     memory = file.take(ledger_bytes(limits))
-    file.claim(cache_identity(blocks, limits), kv_memory)
+    file.claim(cache_identity(blocks, limits, keeper.kv_id if keeper else b""), kv_memory)
     file.close()
     return KvLedger(memory, limits)

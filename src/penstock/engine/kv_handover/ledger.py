@@ -53,10 +53,12 @@ class KvLedger:
         self._entry, self._stride = _entry(limits), _stride(limits)
         self._state_entry, self._states_at = Struct(f"{hashing.SIZE}s"), limits.num_blocks * self._stride
         self._words = memoryview(memory).cast("Q")
-        self._pending: dict[PrefixNode, None] = {}  # nodes that were stored since the last `settle`, in order
+        self._pending: dict[PrefixNode, int] = {}  # nodes that are not noted yet, in order, with the `settle` before
         self._noted: dict[PrefixNode, list[int]] = {}  # nodes, and the blocks that they had then
-        self._pending_states: dict[int, PrefixNode] = {}  # keys are places
+        self._pending_states: dict[int, tuple[PrefixNode, int]] = {}  # keys are places; with the `settle` before
         self._tails: dict[int, int] = {}  # how many tokens are noted of blocks that are not full
+        self._lengths: dict[int, int] = {}  # how many tokens those blocks had at the last `settle`
+        self._settled = 0  # times
         self._frozen = False
         self._count = int(max(self._numbers().max(initial=0), self._state_numbers().max(initial=0)))  # so far
 
@@ -77,21 +79,32 @@ class KvLedger:
                 self.state_lost(place)
         return blocks
 
-    def settle(self, running: Iterable[Stream] = ()) -> None:
+    @property
+    def pending(self) -> bool:
+        return bool(self._pending or self._pending_states)
+
+    def settle(self, running: Iterable[Stream] = (), late: int = 0) -> None:
         """Records the nodes stored since the last call, and how far the running sequences have come. Everything that
-        writes to those blocks, or to those positions, has ended."""
-        for node in self._pending:
+        writes to those blocks, or to those positions, has ended. If steps that may write to them are still in flight,
+        the call is `late`: it records only the additions up to the previous call."""
+        self._settled += 1
+        due = self._settled - bool(late)
+        for node in [node for node, since in self._pending.items() if since < due]:
+            del self._pending[node]
             self._count += 1
             for group, block in enumerate(node.blocks):
                 if block >= 0:
                     self._write(node, group, block)
             self._noted[node] = list(node.blocks)
-        self._pending.clear()
-        self._settle_states()
+        self._settle_states(due)
+        before, self._lengths = self._lengths, {}
         for seq in () if self._frozen or self._limits.states else running:
             full, length = divmod(seq.computed, self._limits.block_size)
             if length and full == len(seq.blocks.nodes) and seq.blocks.prefix_cache:
-                self._note_tail(seq, [table[full] for table in seq.blocks.tables], length)
+                blocks = [table[full] for table in seq.blocks.tables]
+                self._lengths[blocks[0]] = length
+                if written := min(length, before.get(blocks[0], 0)) if late else length:
+                    self._note_tail(seq, blocks, written)
 
     def freeze(self) -> None:
         """Stops recording nodes: the next engine may begin with other weights."""
@@ -102,25 +115,26 @@ class KvLedger:
     def stored(self, node: PrefixNode, parent: bytes) -> None:
         self._forget_tails(node)
         if not self._frozen:
-            self._pending[node] = None
+            self._pending[node] = self._settled
 
     def changed(self, node: PrefixNode) -> None:
         self._forget_tails(node)
         if (blocks := self._noted.get(node)) is not None:
             self._forget(block for block in blocks if block not in node.blocks)
-            self._pending[node] = None
+            self._pending[node] = self._settled
 
     def removed(self, node: PrefixNode) -> None:
         self._pending.pop(node, None)
         self._forget(self._noted.pop(node, ()))
 
     def freed(self, block: int) -> None:
+        self._lengths.pop(block, None)
         if self._tails.pop(block, 0):
             self._forget([block])
 
     def state_saved(self, node: PrefixNode, place: int) -> None:
         if not self._frozen:
-            self._pending_states[place] = node
+            self._pending_states[place] = node, self._settled
 
     def state_lost(self, place: int) -> None:
         self._pending_states.pop(place, None)
@@ -132,9 +146,11 @@ class KvLedger:
 
     # -- entries -------------------------------------------------------------------------------------------------
 
-    def _settle_states(self) -> None:
-        """Notes the states that were saved since the last call, at the ends of nodes whose hash is known by now."""
-        for place, node in [(place, node) for place, node in self._pending_states.items() if node.hash]:
+    def _settle_states(self, due: int) -> None:
+        """Notes the states that were saved before a call of `settle`, at the ends of nodes whose hash is known."""
+        for place, node in [(place, node) for place, (node, since) in self._pending_states.items() if since < due]:
+            if not node.hash:
+                continue
             del self._pending_states[place]
             self._count += 1
             at = self._states_at + place * STATE_STRIDE
