@@ -284,7 +284,6 @@ class Engine:
 
 
 def check_ids(request: Request, vocab: int) -> None:
-    """Raises InvalidRequest for token ids that have no logit."""
     params = request.sampling
     banned = (id for word in request.bad_words for id in word)
     allowed = params.allowed_token_ids or ()

@@ -25,8 +25,7 @@ MISSED = 1.0  # tokens that a row forgoes which waits for the step in flight
 class Drafter(Protocol):
     """Drafts for one request."""
 
-    def propose(self, most: int) -> Proposal:
-        """Returns at most `most` tokens that may come next."""
+    def propose(self, most: int) -> Proposal: ...
 
     def append(self, tokens: Sequence[int]) -> None: ...
 
