@@ -21,7 +21,7 @@ class StoredNode(NamedTuple):
     parent: bytes  # the chain hash of the block before, or the root of its salt
     first: bool  # no block comes before it
     tokens: tuple[int, ...]
-    blocks: list[int]  # by layer group; -1: missing
+    blocks: list[int]  # an id for each layer group; -1: missing
 
 
 class StoredTail(NamedTuple):
@@ -48,9 +48,9 @@ def adopt(
     tails: Iterable[StoredTail] = (),
     states: Iterable[StoredState] = (),
 ) -> int:
-    """Puts nodes into the prefix cache, as idle ones, and returns how many blocks they have. Those that were stored
-    first are evicted first. A node is left out if it lacks a block, if its hash is not that of its tokens, or if the
-    one above it is left out. Tails and states behind adopted nodes are kept. Call it before the cache is used."""
+    """Puts nodes into the prefix cache, as idle ones, and returns their number of blocks. The nodes stored first are
+    evicted first. A node is left out if it lacks a block, if its hash does not match its tokens, or if its parent is
+    left out. Tails and states behind adopted nodes are kept. Call it before the cache is used."""
     nodes: dict[bytes, PrefixNode] = {}
     adopted: list[StoredNode] = []
     used: set[int] = set()
@@ -87,7 +87,6 @@ def _sound_tails(
 
 
 def _from_the_root_down(stored: Iterable[StoredNode]) -> Iterator[StoredNode]:
-    """Yields each node after the one above it; nodes that no first block leads to are left out."""
     below: defaultdict[bytes, list[StoredNode]] = defaultdict(list)
     stack: list[StoredNode] = []
     for node in stored:
@@ -99,7 +98,6 @@ def _from_the_root_down(stored: Iterable[StoredNode]) -> Iterator[StoredNode]:
 
 
 def _is_sound(found: StoredNode, limits: Limits, used: set[int]) -> bool:
-    """Returns whether a node can be reused as it is described. Other nodes have the `used` blocks."""
     here = [block for block in found.blocks if block >= 0]
     if not here or not _are_free(here, limits, used):
         return False

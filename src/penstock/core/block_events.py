@@ -51,7 +51,6 @@ class Watchers:
             watcher.stored(node, parent)
 
     def arrives(self, node: PrefixNode) -> None:
-        """Announces a node at the next step, when it was copied in."""
         if self._watchers:
             self._arriving.append(node)
 
@@ -103,21 +102,17 @@ class BlockEvents:
         self._events.append(BlockStored(self._number, self.epoch, node.hash, parent, node.tokens))
         self._number += 1
 
-    def changed(self, node: PrefixNode) -> None:
-        """Records nothing: a block stays in the prefix cache without its windows."""
+    def changed(self, node: PrefixNode) -> None: ...  # a block stays in the prefix cache without its windows
 
     def removed(self, node: PrefixNode) -> None:
         self._events.append(BlockRemoved(self._number, self.epoch, node.hash))
         self._number += 1
 
-    def freed(self, block: int) -> None:
-        """Records nothing: the block was not in the prefix cache."""
+    def freed(self, block: int) -> None: ...  # the block was not in the prefix cache
 
-    def state_saved(self, node: PrefixNode, place: int) -> None:
-        """Records nothing: routers do not use states."""
+    def state_saved(self, node: PrefixNode, place: int) -> None: ...  # routers do not use states
 
-    def state_lost(self, place: int) -> None:
-        """Records nothing: routers do not use states."""
+    def state_lost(self, place: int) -> None: ...  # routers do not use states
 
     def take(self) -> list[BlockEvent]:
         events, self._events = self._events, []

@@ -1,7 +1,7 @@
 """Ends sequences that cannot meet their deadline, or have not begun by then, and moves those that miss a target behind
 those that can meet theirs.
 
-Everything here is pure: it has no clock.
+Everything here is pure: times come in as arguments.
 """
 
 from __future__ import annotations
@@ -25,19 +25,15 @@ class SequenceQueue(Protocol):
     """Is where sequences wait: in an engine's scheduler, or at the gateway of a fleet."""
 
     @property
-    def now(self) -> float:
-        """Returns the present time."""
+    def now(self) -> float: ...
 
     @property
-    def tenants(self) -> Tenants:
-        """Returns who waits."""
+    def tenants(self) -> Tenants: ...
 
     @property
-    def sequences(self) -> Mapping[int, Sequence]:
-        """Returns all that have not ended, by id."""
+    def sequences(self) -> Mapping[int, Sequence]: ...
 
-    def abort(self, id: int) -> object:
-        """Ends a sequence."""
+    def abort(self, id: int) -> object: ...
 
 
 def expire(queue: SequenceQueue) -> list[Event]:
@@ -57,7 +53,8 @@ def expire(queue: SequenceQueue) -> list[Event]:
 
 def refuse_hopeless(scheduler: Scheduler, costs: CostModel) -> list[Event]:
     """Ends sequences that have never run and would miss their deadline even if they started now, with no others;
-    returns their failures. Sequences that only miss a target move behind those of their line that can meet theirs."""
+    returns their failures. Sequences that only miss a target move behind the ones in their line that can meet
+    theirs."""
     failed = list[Event]()
     for tenant in scheduler.tenants.in_line() if costs.known else ():
         in_place = 0

@@ -34,7 +34,6 @@ class BlockPool:
         self._free = [block for block in self._free if block not in blocks]
 
     def defer(self, blocks: Set[int]) -> None:
-        """Moves free blocks to the end of the queue."""
         self._free = [*blocks, *(block for block in self._free if block not in blocks)]
 
     def take_these(self, blocks: Iterable[int]) -> None:
@@ -56,7 +55,7 @@ class Tail(NamedTuple):
 
     parent: Parent
     tokens: tuple[int, ...]
-    blocks: list[int]  # by layer group
+    blocks: list[int]  # an id for each layer group
 
     @property
     def start(self) -> tuple[Parent, int]:

@@ -20,12 +20,10 @@ def root(salt: str) -> bytes:
 
 
 def extend(parent: bytes, tokens: Sequence[int]) -> bytes:
-    """Returns the hash of one block that follows a block with the hash `parent`."""
     return blake2b(parent + pack(f"<{len(tokens)}i", *tokens), digest_size=SIZE).digest()
 
 
 def chain(salt: str, tokens: Sequence[int], block_size: int) -> list[bytes]:
-    """Returns the hash of every full block of `tokens`."""
     full, stride = len(tokens) // block_size, 4 * block_size
     data = pack(f"<{full * block_size}i", *tokens[: full * block_size])
     hashes, parent = [], root(salt)

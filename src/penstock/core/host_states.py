@@ -43,7 +43,6 @@ class HostStates:
             self.copies.append(BlockCopy(state, place, "out"))
 
     def pin(self, node: PrefixNode) -> int:
-        """Keeps the place of a state that is about to be copied in; returns it."""
         return self._only.pop(node)
 
     def load(self, node: PrefixNode, place: int, state: int) -> None:
@@ -51,13 +50,11 @@ class HostStates:
         self._spare[node] = place
 
     def try_copies(self, state: int) -> None:
-        """Copies an unused state of the device out and back, to measure the time."""
         if (place := self.reserve()) >= 0:
             self.copies += [BlockCopy(state, place, "out"), BlockCopy(state, place, "in")]
             self.give_back([place])
 
     def duplicated(self, node: PrefixNode) -> None:
-        """Moves a state to the spare ones: the device has computed it again."""
         if node in self._only:
             self._spare[node] = self._only.pop(node)
 

@@ -22,7 +22,6 @@ class BlocksInFlight:
         self._saving = saving
 
     def start(self, seq: Sequence, matched: int) -> None:
-        """Adds the blocks of a prompt after the `matched` ones that another sequence is not computing."""
         self.hash_prompt(seq)
         for hash in seq.blocks.hashes[matched:]:
             self.computing.setdefault(hash, seq.id)
@@ -54,7 +53,6 @@ class BlocksInFlight:
         return max(counts, key=lambda at: (counts[at], at), default=0)
 
     def hash_prompt(self, seq: Sequence) -> None:
-        """Computes the chain hashes of a prompt's full blocks, unless it has them."""
         if seq.blocks.prefix_cache and not seq.blocks.hashes and seq.prompt_len >= self._block_size:
             seq.blocks.hashes = self._chain(seq.blocks.salt, seq.tokens[: seq.prompt_len], self._block_size)
 

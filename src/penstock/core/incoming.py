@@ -43,8 +43,8 @@ def take_in(
 ) -> int:
     """Puts blocks of a prompt, from block `first` on, into the prefix cache: for each, a block of the device for every
     `wanted` layer group. `fill` writes to these blocks (-1: not wanted) and returns how many of the prompt's blocks are
-    valid. Returns the number of blocks that are used: 0 if the blocks before `first` are not on the device, if one of
-    them has come meanwhile, or if there is no room."""
+    valid. Returns the number of used blocks: 0 if the blocks before `first` are not on the device, if one of the new
+    ones has come meanwhile, or if there is too little room."""
     chain = cache.trie.match(salt, tokens, first + len(wanted))
     if len(chain) != first or not all(map(cache.trie.on_device, chain)):
         return 0

@@ -97,7 +97,6 @@ class KvCache:
         return taken, self.trie.idle_among(matched, starts)
 
     def reserved(self, seq: Sequence) -> int:
-        """Returns how many blocks a running sequence will still take for the tokens that it already has."""
         return self._layers.left_to_take(seq.end, seq.blocks.capacity // self.block_size, seq.blocks.window_starts)
 
     def open(self, seq: Sequence, matched: list[PrefixNode], known: list[PrefixNode]) -> tuple[int, list[TableUpdate]]:
@@ -163,13 +162,11 @@ class KvCache:
         blocks.nodes, blocks.tables, blocks.window_starts, blocks.capacity = [], [], [], 0
 
     def isolate(self, seq: Sequence) -> None:
-        """Stops a running sequence from sharing the blocks that it computes from now on."""
         self.in_flight.withdraw(seq)
         self.saving.leave(seq)
         seq.blocks.prefix_cache = False
 
     def flush(self) -> None:
-        """Empties the prefix cache: gives back every block that no sequence holds."""
         for block in self.tails.blocks:
             self._forget_tail(block)
         self.watchers.drop_arrivals()

@@ -5,7 +5,7 @@ generated there. An answer that reached its `max_tokens` was cut off: its tokens
 with different limits teach one curve, and the limit of a new answer cuts that curve off. Every answer that ends lowers
 the weight of all before it.
 
-Everything here is pure: it has no clock.
+Everything here is pure: it reads no clock.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from math import exp
 
 from penstock.core.sequence import Sequence
 
-BOUNDS = sorted({round(2 ** (half / 2)) for half in range(2, 48)} | {0})  # of the ranges, two for each doubling
+BOUNDS = sorted({round(2 ** (half / 2)) for half in range(2, 48)} | {0})  # two ranges for each doubling
 WIDTHS = [end - start for start, end in pairwise(BOUNDS)]
 KEEP = 0.995  # decay with each answer: the last few hundred count
 FEW_TOKENS = 512  # who allows no more than these mostly gets them all
@@ -95,7 +95,6 @@ class AnswerLengths:
             curve.observe(start, length)
 
     def end(self, seq: Sequence) -> None:
-        """Learns from a sequence that has ended, for any reason: its blocks are free."""
         length = len(seq.tokens) - seq.prompt_len
         if length:
             self.follow(seq)

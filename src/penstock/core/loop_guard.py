@@ -1,9 +1,9 @@
 """Finds answers that have fallen into a loop: at temperature 0 a model that repeats a phrase often enough never leaves
 it again.
 
-Whether an answer is a loop depends on its tokens alone. So it ends at the same token with drafts or without, in any
-batch, and if another engine resumes it. The rule is careful: only what repeats the same few tokens without any change,
-dozens of times and over a thousand tokens, is a loop.
+Only the tokens of an answer decide whether it is a loop. So it ends at the same token with drafts or without, in any
+batch, and if another engine resumes it. The rule is careful: an answer is a loop only if it repeats the same few tokens
+without any change, dozens of times and over a thousand tokens.
 """
 
 from __future__ import annotations

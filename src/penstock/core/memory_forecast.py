@@ -5,7 +5,7 @@ sequence, the blocks of all layer groups at its length then, times the probabili
 continue than expected, so some standard deviations of that sum are kept free as well; the number is learned from the
 cost of preemptions.
 
-Everything here is pure: it has no clock.
+Everything here is pure: it reads no clock.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from penstock.core.sequence import Sequence
 from penstock.types import Limits
 
 DEVIATIONS = 1.5  # standard deviations that are kept free at first
-BOUNDS = (-1.0, 3.0)  # of the deviations
+BOUNDS = (-1.0, 3.0)  # limits of these deviations
 ACCEPTED = 0.02  # share of computed tokens that may be computed again: with none, memory would lie idle
 FINER = 2**0.25  # times as far as one time of the forecast is the next
 
@@ -95,7 +95,6 @@ def held_blocks(seq: Sequence) -> int:
 
 
 def shared_nodes(seq: Sequence) -> int:
-    """Returns how many of a sequence's nodes others hold too. A sequence that holds a node holds its parents."""
     return bisect_left(seq.blocks.nodes, True, key=lambda node: node.holders == 1)
 
 

@@ -1,7 +1,6 @@
 """Decides who goes first, who gives way, how many tokens a step may have and who may start.
 
-A policy is pure: it has no clock, time comes in as an argument. Fairness, deadlines and service classes belong here and
-nowhere else.
+A policy is pure: time comes in as an argument. Fairness, deadlines and service classes belong here and nowhere else.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Room(NamedTuple):
 
 
 class StepBudget:
-    """Counts what a step may still compute: tokens and, if its time has a target, seconds of prompts by their learned
+    """Counts the rest of a step's budget: tokens and, if its time has a target, seconds of prompts by their learned
     cost."""
 
     __slots__ = ("_cost", "_least", "_seconds", "hurried", "reserved", "tokens")
@@ -100,25 +99,20 @@ class Policy(Protocol):
     def victim(self, behind: Line[Sequence], places: int = 0) -> Sequence:
         """Returns the sequence that loses its blocks to one before it. Host memory has `places` for blocks."""
 
-    def displaced(self, seq: Sequence, running: Line[Sequence], places: int = 0) -> Sequence | None:
-        """Returns the running sequence that gives way to a waiting one which is next and finds no room, if any. Host
-        memory has `places` for blocks."""
+    def displaced(self, seq: Sequence, running: Line[Sequence], places: int = 0) -> Sequence | None: ...
 
     def held_back(self, ahead: Sequence | None, running: Line[Sequence]) -> Collection[int]:
         """Returns the ids of running sequences that have no row in the next step, so that the prompt of a waiting one
         that is next in turn is computed sooner, if there is one."""
 
-    def budget(self, running: Line[Sequence], heads: Line[Sequence]) -> StepBudget:
-        """Returns the budget of a step while these sequences run and `heads` are first in their tenants' lines."""
+    def budget(self, running: Line[Sequence], heads: Line[Sequence]) -> StepBudget: ...
 
     def may_start(self, seq: Sequence, budget: StepBudget, load: ServingLoad) -> bool:
         """Returns whether a waiting sequence may start in a step with this budget left. If not, later ones wait too."""
 
-    def fits(self, seq: Sequence, room: Room, running: Line[Sequence]) -> bool:
-        """Returns whether there are enough blocks for a waiting sequence to start."""
+    def fits(self, seq: Sequence, room: Room, running: Line[Sequence]) -> bool: ...
 
-    def ended(self, seq: Sequence) -> None:
-        """Learns from a sequence that has ended."""
+    def ended(self, seq: Sequence) -> None: ...
 
 
 class StandardPolicy:

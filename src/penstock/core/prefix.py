@@ -52,12 +52,12 @@ class PrefixNode:
         self.parent = parent
         self.key = key
         self.depth: int = parent.depth + 1 if parent else -1  # blocks before it
-        self.blocks = blocks  # by layer group; -1: not on the device
+        self.blocks = blocks  # an id for each layer group; -1: not on the device
         self.places = [-1] * len(blocks)  # in host memory, by layer group; -1: none
         self.tier = ""  # where the places' contents came from
         self.children: dict[Key, PrefixNode] = {}
         self.holders = 1
-        self.window_holders = window_holders  # by layer group; counted for windowed groups only
+        self.window_holders = window_holders  # a count for each layer group; windowed groups only
         self.kept = False  # its windowed blocks are worth keeping: streams are likely to begin after them
         self.hash = b""  # its chain hash, if it is known
         self.stored = False  # watchers know that it is there
@@ -91,7 +91,6 @@ class IdleQueue:
         (self._early if early else self._blocks)[idle] = None
 
     def discard(self, idle: Idle) -> bool:
-        """Removes idle blocks; returns False if they are not in the queue."""
         for queue in (self._blocks, self._early):
             if idle in queue:
                 del queue[idle]
@@ -152,11 +151,10 @@ class BlockTrie:
         return count
 
     def on_device(self, node: PrefixNode) -> bool:
-        """Returns whether a node has its blocks of full layer groups; True if there are no such groups."""
+        """Returns whether a node has its blocks of full layer groups; True for a model without full groups."""
         return not self._full or node.blocks[self._first_full] >= 0
 
     def absent(self, chain: Sequence[PrefixNode], starts: Sequence[int]) -> list[Idle]:
-        """Returns the blocks of a chain that are not on the device; windowed layer groups count from `starts` on."""
         nodes: list[Idle] = [node for node in chain if not self.on_device(node)]
         return nodes + [(node, g) for g in self._windowed for node in chain[starts[g] :] if node.blocks[g] < 0]
 
@@ -166,7 +164,6 @@ class BlockTrie:
         return [max(position - window + 1, 0) // size if window else 0 for window in self._windows]
 
     def idle_among(self, chain: Sequence[PrefixNode], starts: Sequence[int]) -> int:
-        """Returns how many idle blocks a sequence would take by holding this chain."""
         idle = self._full * sum(node.holders == 0 and self.on_device(node) for node in chain)
         windows = ((node, g) for g in self._windowed for node in chain[starts[g] :])
         return idle + sum(node.window_holders[g] == 0 and node.blocks[g] >= 0 for node, g in windows)
@@ -280,8 +277,6 @@ class BlockTrie:
         return max(gone, default=-1)
 
     def _fill(self, node: PrefixNode, given: Sequence[int], tier: str) -> bool:
-        """Backs a node with reserved places where it has nothing; gives the others back. Returns whether any was
-        used."""
         entries: list[tuple[Idle, int]] = [((node, g), g) for g in self._windowed]
         if self._full:
             entries.append((node, self._first_full))
@@ -312,7 +307,6 @@ class BlockTrie:
             self.prune(node)
 
     def _evict_node(self, node: PrefixNode, pays: Callable[[PrefixNode, int], bool]) -> list[int]:
-        """Takes an unheld leaf from the device and returns its blocks."""
         freed = [block for block in node.blocks if block >= 0]
         self.idle_blocks -= len(freed)
         for group in self._windowed:

@@ -26,13 +26,12 @@ class PrefixLookup:
         return self._trie.match(seq.blocks.salt, seq.tokens, (len(seq.tokens) - 1) // self._block_size)
 
     def held(self, seq: Sequence) -> int:
-        """Returns how many tokens a sequence would begin with if it started now. Changes nothing."""
         return len(self.usable(self.match(seq))) * self._block_size
 
     def usable(self, known: list[PrefixNode]) -> list[PrefixNode]:
         """Returns the part of a match that a sequence should begin with: up to a block where all windows are there and,
-        for models with recurrent layers, a state was saved. Blocks on the host count if copying them in is no slower
-        than computing them."""
+        for models with recurrent layers, a state was saved. Blocks on the host count if copying them in is at least as
+        fast as computing them."""
         matched = known[: self.reusable(known)]
         absent, states = self.absent(matched), self._states.absent(matched)
         if not absent and not states:
@@ -43,8 +42,6 @@ class PrefixLookup:
         return matched if pays else known[:here]
 
     def reusable(self, known: list[PrefixNode], *, host: bool = True) -> int:
-        """Returns how many blocks of a match a sequence can begin with. Without `host`, only blocks on the device
-        count."""
         count, usable = len(known), -1
         while count != usable:
             count = self._trie.reusable(known, count, host)

@@ -57,7 +57,6 @@ def _scope(seq: Sequence) -> tuple[str, str]:
 
 
 def _shared(one: array[int], other: array[int]) -> int:
-    """Returns how many of their first tokens are the same: whole stretches are compared, halving them."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

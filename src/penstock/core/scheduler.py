@@ -65,7 +65,7 @@ class Scheduler:
         self._drafts = DraftRows(drafts, self.cache, limits.step_tokens) if drafts else NoDraftRows()
         self.sequences: dict[int, Sequence] = {}
         self.running: list[Sequence] = []  # in policy order
-        self.tenants = Tenants(self.policy.order)  # with all waiting sequences
+        self.tenants = Tenants(self.policy.order)  # they hold all waiting sequences
         self.recent = RecentStreams()
         self.now = 0.0  # the caller sets it before every call
         self._step = 0
@@ -78,7 +78,6 @@ class Scheduler:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def add(self, seq: Sequence) -> None:
-        """Takes a sequence in, or refuses at once what could never be finished. An id is never used twice."""
         if seq.id in self.sequences:
             raise InvalidRequest(f"request id {seq.id} is already in use")
         self.check(seq)
@@ -139,7 +138,6 @@ class Scheduler:
     # -- blocks --------------------------------------------------------------------------------------------------
 
     def copy(self, *copies: BlockCopy) -> None:
-        """Adds copies from or to places in host memory to the next plan."""
         self.cache.host.copies += copies
 
     # -- one step ------------------------------------------------------------------------------------------------
@@ -278,8 +276,8 @@ class Scheduler:
                 turns.close()
 
     def _admit(self, seq: Sequence, rows: list[Row], budget: StepBudget) -> bool:
-        """Starts a waiting sequence; returns False if there is no room for it. A sequence whose next block another one
-        is computing is passed over until it can reuse the block."""
+        """Starts a waiting sequence; returns False if it does not fit. If another sequence is computing its next block,
+        it is passed over until it can reuse the block."""
         full = len(self.running) >= self.limits.max_rows
         if full or not self.policy.may_start(seq, budget, self.tenants.load(len(self.running))):
             return False
@@ -300,7 +298,6 @@ class Scheduler:
         return True
 
     def _start(self, seq: Sequence, known: list[PrefixNode], matched: list[PrefixNode], budget: StepBudget) -> Row:
-        """Makes a waiting sequence run on its matched prefix; returns its first row."""
         cache = self.cache
         self.tenants.start(seq)
         seq.computed, grown = cache.open(seq, matched, known)
@@ -343,7 +340,6 @@ class Scheduler:
             yield Finished(seq.id, reason, None, answer.pooled, self._end(seq))
 
     def _append(self, seq: Sequence, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:
-        """Appends sampled tokens up to the one that ends the sequence; returns those appended and that one."""
         tokens, stop = seq.append(tokens)
         seq.drafted = seq.drafted and not tokens  # a chunk before the draft's row brings none
         self._counters.generated_tokens += len(tokens)
@@ -371,7 +367,6 @@ class Scheduler:
         return seq.times.report(self.now)
 
     def _leave(self, seq: Sequence) -> None:
-        """Takes a sequence out of its queue, and its blocks and block tables from it. Only running ones have any."""
         if seq.waits:
             self.tenants.take(seq)
             return

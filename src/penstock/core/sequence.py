@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class RequestTimes:
-    """Records what has happened to a sequence. Times are the scheduler's; None: not yet."""
+    """Records the times of a sequence's events, by the scheduler's clock; None: not yet."""
 
     __slots__ = (
         "admitted",
@@ -113,7 +113,7 @@ class SequenceBlocks:
         self.salt = salt
         self.prefix_cache = prefix_cache  # False: it takes nothing from the prefix cache and leaves nothing there
         self.tables: list[list[int]] = []  # a block table for each layer group; empty: the sequence waits
-        self.window_starts: list[int] = []  # by layer group: the table's entries before it are -1, see prefix.py
+        self.window_starts: list[int] = []  # in each group's table, the entries before it are -1, see prefix.py
         self.capacity = 0  # positions that the block tables cover
         self.next_full = 0  # once this many positions are computed, another block is full
         self.prefix_ends: tuple[int, ...] = ()  # blocks after which other streams are likely to diverge
@@ -197,7 +197,6 @@ class Sequence:
 
     @property
     def begun(self) -> bool:
-        """Returns whether it has run, in this engine or in another one that has answered some of it."""
         return self.times.admitted is not None or len(self.tokens) > self.prompt_len
 
     def new_prompt_work(self, start: int) -> int:
@@ -209,7 +208,6 @@ class Sequence:
 
     @property
     def must_wait(self) -> bool:
-        """Returns whether its next row cannot be planned before the one in flight is committed."""
         return self.end > len(self.tokens) and (self.params.lockstep or self.drafted or self.awaits_drafts)
 
     def append(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], int | None]:

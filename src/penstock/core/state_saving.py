@@ -33,34 +33,25 @@ class NoSaving:
         return -1
 
     def clip(self, seq: TokenSequence, count: int) -> int:
-        """Returns how many of `count` positions the next row may compute: a row saves its state at most once."""
         return count
 
     def assign_saves(self, rows: list[Row], sequences: Mapping[int, TokenSequence]) -> list[Row]:
-        """Returns the rows of a step, each with the place where it saves its state, if it does."""
         return rows
 
     def draft_room(self, seq: TokenSequence, row: Row) -> int:
-        """Returns how many tokens could be drafted behind a row."""
         return seq.max_len
 
     def with_draft(self, row: Row, draft: tuple[int, ...]) -> Row:
-        """Returns the row with a draft, and with the place of the state before it."""
         return extended(row, draft)
 
     def settle(self, seq: TokenSequence, row: Row, accepted: int) -> int:
-        """Settles a committed row of which `accepted` draft tokens were right; returns the position where its sequence
-        continues."""
         return row.start + row.count - len(row.draft) + accepted
 
-    def keep(self, seq: TokenSequence, row: Row) -> None:
-        """Keeps the state that a committed row has saved."""
+    def keep(self, seq: TokenSequence, row: Row) -> None: ...
 
-    def give_back(self, *rows: Row) -> None:
-        """Frees the places of rows that wrote nothing of use."""
+    def give_back(self, *rows: Row) -> None: ...
 
-    def leave(self, seq: TokenSequence) -> None:
-        """Drops the planned saves of a sequence that ends or is preempted."""
+    def leave(self, seq: TokenSequence) -> None: ...
 
 
 class StateSaving(NoSaving):
@@ -104,7 +95,7 @@ class StateSaving(NoSaving):
         return 0 if row.save >= 0 else max((end // rolling + 1) * rolling - 1 - end, 0)
 
     def with_draft(self, row: Row, draft: tuple[int, ...]) -> Row:
-        """Returns the row unchanged if there is no place for the state before the draft."""
+        """Returns the row unchanged if it gets no place for the state before the draft."""
         place = self._states.take()
         if place is None:
             return row

@@ -28,52 +28,41 @@ class NoStates:
         return count
 
     def absent(self, matched: Sequence[PrefixNode]) -> int:
-        """Returns how many states must be copied in for a sequence that begins with these nodes."""
         return 0
 
     def needs_block(self, node: PrefixNode) -> bool:
-        """Returns whether a block that leaves the device can be of use later."""
         return True
 
-    def open_step(self) -> None:
-        """Begins to plan a step."""
+    def open_step(self) -> None: ...
 
-    def forget(self, node: PrefixNode) -> None:
-        """Frees the state saved at the end of a node that leaves the trie."""
+    def forget(self, node: PrefixNode) -> None: ...
 
-    def clear(self) -> None:
-        """Forgets all saved states."""
+    def clear(self) -> None: ...
 
     def take_copies(self) -> tuple[BlockCopy, ...]:
-        """Returns the copies of states that the plan being made is to carry out, in order."""
         return ()
 
-    def try_copies(self) -> None:
-        """Copies a state to host memory and back, to measure the time."""
+    def try_copies(self) -> None: ...
 
     def reserve(self) -> int:
         """Returns a place in host memory that the caller fills itself; -1: there is none."""
         return -1
 
-    def unreserve(self, place: int) -> None:
-        """Takes a reserved place back; -1 is none."""
+    def unreserve(self, place: int) -> None: ...
 
     def attach(self, node: PrefixNode | None, place: int) -> None:
         """Makes a reserved place hold a node's state, unless the state is known. -1 is ignored."""
 
-    def adopt(self, node: PrefixNode, place: int) -> None:
-        """Adopts a free place with the state at the end of a node, saved by the previous engine."""
+    def adopt(self, node: PrefixNode, place: int) -> None: ...
 
     def where(self, node: PrefixNode) -> tuple[int, int]:
         """Returns the places of a node's state on the device and in host memory; -1: it is not there."""
         return -1, -1
 
     def saved(self) -> dict[PrefixNode, int]:
-        """Returns the place of each saved state."""
         return {}
 
     def free(self) -> list[int]:
-        """Returns the places that are free."""
         return []
 
 
@@ -99,7 +88,6 @@ class SavedStates(NoStates):
         return int(bool(matched) and matched[-1] not in self._saved)
 
     def needs_block(self, node: PrefixNode) -> bool:
-        """Returns False for a block that no state comes after."""
         return bool(node.children) or node in self._saved or node in self.host
 
     def open_step(self) -> None:
@@ -174,11 +162,9 @@ class SavedStates(NoStates):
         return place
 
     def _oldest(self) -> PrefixNode | None:
-        """Returns the node of the least recently used state that no row of the step being planned begins with."""
         return next((node for node, place in self._saved.items() if place not in self._read), None)
 
     def keep(self, place: int, node: PrefixNode) -> None:
-        """Makes a place that was taken hold the state of a node, unless the node has one."""
         if node in self._saved:
             self.give_back(place)
         else:

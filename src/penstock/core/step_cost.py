@@ -1,6 +1,6 @@
 """Forecasts how long a step takes, from measured steps: the cost of its answers, and the cost that prompts add.
 
-Everything here is pure: it has no clock. Times come in as arguments.
+Everything here is pure: times come in as arguments.
 """
 
 from __future__ import annotations
@@ -88,7 +88,6 @@ class CostModel:
         return self.prompts.known
 
     def answer_seconds(self, rows: int, tokens: int) -> float:
-        """Returns the seconds of a decode-only step with these rows and tokens; 0: not known yet."""
         return self.answers.curve(rows, tokens, 0)[0] if rows and self.answers_known else 0.0
 
     def measured(self, rows: int) -> tuple[float, float, float]:

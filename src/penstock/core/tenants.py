@@ -1,11 +1,11 @@
 """Shares the engine among tenants: each has a line of waiting sequences and a counter of the work it has had.
 
-The counters are those of VTC (virtual token counters): work divided by the tenant's weight. The tenant with the least
-is served next. A returning tenant starts at the lowest counter of the waiting tenants, so nobody saves up idle time.
-Work counts computed prompt tokens and twice the generated tokens; cached tokens, and tokens computed again after a
-preemption, are free.
+The counters are virtual token counters (VTC): work divided by the tenant's weight. The tenant with the least is served
+next. A returning tenant starts at the lowest counter of the waiting tenants, so nobody saves up idle time. Work counts
+computed prompt tokens and twice the generated tokens; cached tokens, and tokens computed again after a preemption, are
+free.
 
-Everything here is pure: it has no clock.
+Everything here is pure: it reads no clock.
 """
 
 from __future__ import annotations
@@ -101,7 +101,6 @@ class Tenants:
             self._last = tenant
 
     def postpone(self, seq: Sequence) -> None:
-        """Moves a waiting sequence that will miss its target behind those that can meet theirs."""
         self.take(seq)
         seq.standing.due = inf
         self.wait(seq)
@@ -146,7 +145,7 @@ class Tenants:
 
 class Turns:
     """Yields prompts for the rest of a step, begun and waiting ones, the least by `turn` first. The key may grow from
-    one turn to the next. A waiting sequence that is passed over stays in its line and has no other turn."""
+    one turn to the next. A waiting sequence that is passed over stays in its line, but gets only one turn per step."""
 
     def __init__(self, begun: list[Sequence], tenants: list[Tenant], turn: Callable[[Sequence], Any]) -> None:
         self._begun = begun

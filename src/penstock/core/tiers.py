@@ -22,13 +22,13 @@ DEVICE, RAM, DISK, PEER = "device", "ram", "disk", "peer"  # where reused tokens
 
 
 def worth_loading(tokens: int, context: int, seconds: float, prompts: PromptCost) -> bool:
-    """Returns whether copying for `seconds` is no slower than computing `tokens` tokens after `context` others; True
-    before any prompt was measured."""
+    """Returns whether copying for `seconds` is at least as fast as computing `tokens` tokens after `context` others;
+    True before any prompt was measured."""
     return not prompts.known or seconds <= prompts.seconds(tokens, tokens * (context + tokens / 2))
 
 
 class CopyCosts:
-    """Compares the measured costs of copying blocks and computing them. It has no clock: times come in.
+    """Compares the measured costs of copying blocks and computing them. Times come in as arguments.
 
     Blocks that do not pay are not copied, so a faster copy speed would go unnoticed. Hence a small share of the time
     spent on computing such blocks is saved up for trials: some blocks are copied out and back.
@@ -67,7 +67,6 @@ class CopyCosts:
         return worth_loading(tokens, context, self.seconds("in", blocks, states), self._prompts)
 
     def may_pay_to_keep(self, tokens: int, context: int, blocks: int, states: int = 0) -> bool:
-        """Returns whether copying these blocks and states out and in once is no slower than computing them once."""
         seconds = self.seconds("in", blocks, states) + self.seconds("out", blocks, states)
         return worth_loading(tokens, context, seconds, self._prompts)
 
@@ -141,14 +140,12 @@ class HostTier:
         self._spare[entry] = None
 
     def try_copies(self, blocks: Sequence[int]) -> None:
-        """Copies unused blocks of the device out and back, to measure the time."""
         places = self.reserve(len(blocks))
         self.copies += [BlockCopy(block, place, "out") for block, place in zip(blocks, places, strict=False)]
         self.copies += [BlockCopy(block, place, "in") for block, place in zip(blocks, places, strict=False)]
         self.give_back(places)
 
     def duplicated(self, entry: Idle) -> None:
-        """Moves blocks to the spare ones: the device has computed them again."""
         if entry in self._only:
             del self._only[entry]
             self._spare[entry] = None
@@ -195,11 +192,9 @@ class HostTier:
             pass
 
     def spare(self) -> Collection[Idle]:
-        """Returns blocks that are on the device too, in order of removal."""
         return self._spare.keys()
 
     def only(self) -> Collection[Idle]:
-        """Returns blocks that are not on the device, in order of removal."""
         return self._only.keys()
 
     def free(self) -> list[int]:

@@ -41,7 +41,6 @@ class Reading(Generic[T]):
         self._done.set()
 
     def result(self) -> T:
-        """Returns the result, or re-raises the error."""
         if self._error is not None:
             raise self._error
         assert self._result is not None

@@ -37,7 +37,6 @@ class Batcher:
             self._tables[grown.group, slot, grown.at : grown.at + len(grown.blocks)] = grown.blocks
 
     def build(self, plan: StepPlan, sequences: Mapping[int, Sequence], records: Mapping[int, RequestRecord]) -> Batch:
-        """Returns the batch of a plan that has rows, after `apply`."""
         tokens: list[int] = []
         positions: list[int] = []
         sampled: list[int] = []

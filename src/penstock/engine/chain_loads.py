@@ -20,14 +20,14 @@ class ChainLoad(NamedTuple):
     salt: str
     prompt: Sequence[int]
     first: int  # block
-    places: list[list[int]]  # of each block, by layer group
+    places: list[list[int]]  # a place in each layer group, for each block
     state: int = -1  # the place of the state at the end of the last; -1: there are none
 
 
 class Reserved(NamedTuple):
     """Holds places for a chain of blocks, and their memory."""
 
-    places: list[list[int]]  # of each block, by layer group; -1: that group's is not wanted
+    places: list[list[int]]  # a place in each layer group, for each block; -1: not wanted
     targets: Sequence[Targets]
     state: int = -1  # the place of the state at the chain's end; -1: there are none
     state_target: memoryview | None = None
@@ -77,7 +77,7 @@ class ChainLoads:
         return count
 
     def reserve(self, count: int, first: int) -> Reserved | None:
-        """Returns places for `count` blocks; None if there is no room for all."""
+        """Returns places for `count` blocks; None if they do not all fit."""
         if self._host is None:
             return None
         wanted, states = self.wanted(count, first), self._cache.states

@@ -79,7 +79,6 @@ class Engine:
 
     @property
     def idle(self) -> bool:
-        """Returns whether there is nothing to compute and no event to return."""
         return not (self.waiting_room or self.computing or any(feature.busy for feature in self.features))
 
     @property
@@ -89,7 +88,6 @@ class Engine:
 
     @property
     def slow(self) -> bool:
-        """Returns whether the next step may take as long as loading weights does."""
         return any(feature.slow for feature in self.features)
 
     def find(self, kind: type[F]) -> F:
@@ -180,7 +178,6 @@ class Engine:
         return any(feature.use_idle_moment() for feature in self.features) or self.backend.prepare_in_idle()
 
     def emit(self, events: Sequence[Event]) -> None:
-        """Keeps events for the step's caller. A request that ends is forgotten."""
         for event in events:
             if isinstance(event, Tokens):
                 for feature in self._token_followers:
@@ -287,7 +284,6 @@ class Engine:
 
 
 def check_ids(request: Request, vocab: int) -> None:
-    """Raises InvalidRequest for token ids that have no logit."""
     params = request.sampling
     banned = (id for word in request.bad_words for id in word)
     allowed = params.allowed_token_ids or ()

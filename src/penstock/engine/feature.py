@@ -44,16 +44,14 @@ class Feature:
     def started(self, record: RequestRecord, generated: tuple[int, ...]) -> None:
         """Is called when the scheduler has the request, with the tokens that its answer has already."""
 
-    def delivered(self, event: Tokens) -> None:
-        """Is called with new tokens of a request."""
+    def delivered(self, event: Tokens) -> None: ...
 
     def ended(self, record: RequestRecord, event: End | None) -> None:
         """Is called when a request ends; with None, it was refused."""
 
     # -- a step --------------------------------------------------------------------------------------------------
 
-    def before_plan(self) -> None:
-        """Is called before each step is planned."""
+    def before_plan(self) -> None: ...
 
     def device_waits(self, plan: StepPlan) -> bool:
         """Returns whether the device had to wait for this plan, so that its step began with the answer before it."""
@@ -87,7 +85,6 @@ class Feature:
 
     @property
     def waiting(self) -> int:
-        """Returns how many requests it holds."""
         return 0
 
     def answer(self, message: Any) -> Sequence[Event]:
@@ -101,22 +98,17 @@ class Feature:
     def weights_changed(self) -> None:
         """Is called when other weights have taken the place of the loaded ones."""
 
-    def flush(self) -> None:
-        """Forgets every cached prompt."""
+    def flush(self) -> None: ...
 
     def distrust_cache(self) -> None:
         """Is called when cached blocks may be wrong, and were dropped."""
 
-    def release_device(self) -> None:
-        """Gives back the device's memory, before the engine sleeps."""
+    def release_device(self) -> None: ...
 
     def stats(self) -> Mapping[str, Any]:
-        """Returns fields of Stats."""
         return {}
 
     def hello(self) -> Mapping[str, Any]:
-        """Returns fields of Hello."""
         return {}
 
-    def close(self) -> None:
-        """Ends threads and closes files, when the engine ends."""
+    def close(self) -> None: ...

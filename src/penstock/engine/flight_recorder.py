@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from penstock.types import STEP_SIZES, StepPlan
 
-PLANS = 8  # that are kept
-ROWS = 1024  # of a plan that are kept
+PLANS = 8  # the latest, which are kept
+ROWS = 1024  # kept per plan
 WAITING = 64  # requests in the waiting room that are kept
 ROW = 4  # numbers of a row: seq, start, count, sample
 PLAN = 2 + ROW * ROWS  # numbers of a plan: step, rows, and its rows
@@ -186,7 +186,7 @@ class Pulse(NamedTuple):
 
     beat: int
     limit: float  # seconds that it may be silent; 0: for ever, unless a message waits for it
-    urgent: float  # that it may be if one does
+    urgent: float  # the same, while a message waits for it
     taken: int  # messages
 
     def allowed(self, sent: int) -> float:

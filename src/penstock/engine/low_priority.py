@@ -70,7 +70,6 @@ def _yielding_session() -> Iterator[None]:
 
 
 def _set_session(nice: int, tries: int) -> bool:
-    """Sets the priority of the session's autogroup; returns whether that was possible."""
     for left in reversed(range(tries)):
         try:
             AUTOGROUP.write_text(str(nice))

@@ -178,7 +178,6 @@ class StepPipeline:
             self.distrust_cache()
 
     def distrust_cache(self) -> None:
-        """Empties the prefix cache, whose blocks may be wrong."""
         self._scheduler.cache.flush()
         for feature in self._features:
             feature.distrust_cache()

@@ -64,7 +64,6 @@ class RequestRecord:
 
     @property
     def mirostat(self) -> bool:
-        """Returns whether the sampler learns from the surprise of each token."""
         chain = self.request.sampling.chain
         return chain is not None and chain.mirostat > 0
 
@@ -94,7 +93,6 @@ class RequestRecord:
 
     @property
     def pooling(self) -> str:
-        """Returns which hidden states are pooled; "" if none are."""
         return self.classifier.pooling if self.classifier else self.request.pooling
 
     def salt(self, weights: WeightState) -> str:

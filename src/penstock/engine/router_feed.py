@@ -45,11 +45,9 @@ class NoBlockFeed(Feature):
     """Publishes nothing."""
 
     def take(self) -> list[BlockEvent]:
-        """Returns the block events since the last call."""
         return []
 
     def snapshot(self) -> BlockSnapshot:
-        """Returns the chain hashes of all blocks in the prefix cache."""
         return BlockEvents(0).snapshot(())
 
 

@@ -15,15 +15,12 @@ class Pending(Protocol):
     """Is being prepared elsewhere."""
 
     @property
-    def begun(self) -> bool:
-        """Returns True once it is worked on."""
+    def begun(self) -> bool: ...
 
     @property
-    def ready(self) -> bool:
-        """Returns True once it can be delivered or is known to have failed."""
+    def ready(self) -> bool: ...
 
-    def wait(self, seconds: float) -> None:
-        """Returns when it is ready, or after this many seconds."""
+    def wait(self, seconds: float) -> None: ...
 
 
 class Need(NamedTuple):
@@ -59,11 +56,9 @@ class WaitingRoom:
         self._waiting[record.request.id] = Waiting(record, tuple(needs), now)
 
     def drops(self, id: int) -> bool:
-        """Forgets the request with this id; returns whether it waited."""
         return self._waiting.pop(id, None) is not None
 
     def wait(self, seconds: float) -> None:
-        """Returns when the first request's need is ready, or after this many seconds."""
         next(iter(self._waiting.values())).needs[0].pending.wait(seconds)
 
     def take_ready(self, now: float) -> Iterator[tuple[RequestRecord, tuple[Need, ...]]]:

@@ -44,17 +44,17 @@ from penstock.server.telemetry.recent_requests import RecentRequests
 if TYPE_CHECKING:
     from penstock.server.telemetry.tracing import Traces
 
-DRAIN_SECONDS = 30.0  # for answers in flight when the server is asked to stop
+DRAIN_SECONDS = 30.0  # answers in flight have this long to end when the server is asked to stop
 ACCEPTED_AT_ONCE = 16  # connections: much fewer than the files that are reserved
 BACKLOG = 2048  # connections that wait to be accepted
 COLLECT_AFTER = 10_000, 10, 10  # the usual 700 objects are a fraction of a step for 1,024 clients, which makes 5,000
-CUT_SECONDS = 2.0  # to send the final error chunks at shutdown
+CUT_SECONDS = 2.0  # time limit for sending the final error chunks at shutdown
 
 
 class Setup(NamedTuple):
-    """Holds the settings of the server, except those of engines."""
+    """Holds the settings of the server, except engine settings."""
 
-    data: str = ""  # name of the server's folder among those of all servers
+    data: str = ""  # name of the server's folder among all servers' folders
     space: Space = SPACE  # limits of files and batches
     rules: Rules = Rules()
     traces: Traces | None = None
@@ -68,7 +68,6 @@ DEFAULT_SETUP = Setup()
 
 
 def archive_of(pool: ModelPool, setup: Setup) -> Archive:
-    """Returns the archive of a server's files, batches and answers."""
     return Archive(setup.space, setup.data or pool.models.default_name)
 
 
@@ -186,8 +185,8 @@ class DrainingServer(uvicorn.Server):
         self._drain = drain
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Starts to accept. asyncio accepts as many connections in a row as may wait, before any of them can be
-        refused: that number is small, and then more may wait."""
+        """Starts to accept. asyncio accepts up to `backlog` connections in a row before any of them can be refused: so
+        the backlog is small at first and grows later."""
         await super().startup(sockets)
         for each in sockets or ():
             each.listen(BACKLOG)
@@ -211,7 +210,6 @@ def _described(pool: ModelPool) -> str:
 
 
 def _processes(pool: ModelPool) -> str:
-    """Describes the engine processes, for the log line about a ready server."""
     loaded = [client for _, client in pool.models.clients() if client.hello is not None]
     if replicas := [replica for client in loaded for replica in client.replicas]:
         return f" (replicas: {', '.join(replica.name for replica in replicas)})"

@@ -15,11 +15,9 @@ if TYPE_CHECKING:
 class Endpoints:
     """Is the base of endpoints that share state. A server makes one instance, before the first call."""
 
-    def __init__(self, services: Services) -> None:
-        """Takes the parts of the server."""
+    def __init__(self, services: Services) -> None: ...
 
-    async def open(self) -> None:
-        """Prepares the state."""
+    async def open(self) -> None: ...
 
     async def close(self) -> None:
         """Saves the state, while the archive is still open."""
@@ -65,6 +63,5 @@ class Services:
         return endpoints
 
     async def close(self) -> None:
-        """Closes all endpoints that were opened."""
         for opening in list(self._opened.values()):
             await (await opening).close()

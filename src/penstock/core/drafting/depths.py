@@ -1,6 +1,6 @@
 """Decides how many tokens a draft model drafts for each row, before it drafts any: its steps take time, too.
 
-Everything here is pure: it has no clock and no randomness. Times come in as arguments.
+Everything here is pure: it uses neither a clock nor randomness. Times come in as arguments.
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ def plan_depths(
     tokens.
 
     `chances` has the survival of the model's tokens for each row, `copied` the survival of copied tokens. A row gets
-    the better of the two. `seconds` are those of the step with 0, 1, ... drafted tokens, `draft_seconds` those of a
-    draft step with 0, 1, ... rows. All surviving tokens of the model are verified, because it knows which are likely to
-    survive. The model drafts nothing unless that gives more tokens per second than copies do."""
+    the better of the two. `seconds` lists the times of the step with 0, 1, ... drafted tokens, `draft_seconds` the
+    times of a draft step with 0, 1, ... rows. All surviving tokens of the model are verified, because it knows which
+    are likely to survive. The model drafts nothing unless that gives more tokens per second than copies do.
+    """
     plain = _slots([()] * len(chances), copied, budget)
     best = _best(plain, seconds, draft_seconds, BestSlots(0, rows / seconds[0]), rows)
     chosen = [mine if sum(mine) > sum(other) else () for mine, other in zip(chances, copied, strict=True)]
@@ -179,7 +180,6 @@ class DraftDepths:
         return whole * curve[self.CHUNK] + curve[rest] - curve[0]
 
     def _draft_seconds(self, rows: int) -> list[float]:
-        """Returns the seconds of draft steps with 0, 1, ... rows."""
         if not self._measured:
             return [0.0] * (rows + 1)
         found = [0.0]

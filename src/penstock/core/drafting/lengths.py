@@ -1,6 +1,6 @@
 """Decides how many tokens to draft, by the survival of drafts and the cost of steps.
 
-Everything here is pure: it has no clock and no randomness. Times come in as arguments.
+Everything here is pure: it uses neither a clock nor randomness. Times come in as arguments.
 """
 
 from __future__ import annotations
@@ -189,7 +189,6 @@ class StepCost:
 
     @property
     def least(self) -> float:
-        """Returns the seconds of a step that reads all weights and computes as little as possible."""
         return min([self.curve(1, 1, 0)[0], *self._used.values()])
 
     def curve(self, rows: int, tokens: int, most: int) -> list[float]:

@@ -37,7 +37,6 @@ class NoDraftRows:
     """Serves engines without drafts."""
 
     def held(self, running: Iterable[Sequence], held: Collection[int]) -> Collection[int]:
-        """Returns the sequences that have no row in this step: those `held` already, and more."""
         return held
 
     def extend(self, rows: list[Row], sequences: Mapping[int, Sequence], running: int) -> list[TableUpdate]:
@@ -67,7 +66,6 @@ class DraftRows(NoDraftRows):
         return {*held, *drafting, *others} if waiting >= len(drafting) + len(others) else held
 
     def extend(self, rows: list[Row], sequences: Mapping[int, Sequence], running: int) -> list[TableUpdate]:
-        """Gives rows of a step their drafts, while `running` sequences run; returns the blocks that they took."""
         blocks = max(self._cache.available // self._cache.groups - running, 0)  # the running ones may need one each
         room = {at: most for at, row in enumerate(rows) if (most := self._room(row, sequences[row.seq], blocks)) > 0}
         if not room:
@@ -86,8 +84,6 @@ class DraftRows(NoDraftRows):
         return grown
 
     def _room(self, row: Row, seq: Sequence, blocks: int) -> int:
-        """Returns how many tokens could be drafted behind a row: 0 unless its last token is known and the answer
-        continues."""
         end = row.start + row.count
         if row.sample != 1 or row.start < seq.prompt_len or end != len(seq.tokens):
             return 0

@@ -25,25 +25,20 @@ class StreamIndex(Protocol):
     def extend(self, tokens: Sequence[int]) -> None:
         """Appends tokens. A text that would become longer than the capacity starts anew, without the older tokens."""
 
-    def continuation(self, most: int) -> Continuation:
-        """Returns the tokens after the previous occurrence of the text's longest repeated suffix."""
+    def continuation(self, most: int) -> Continuation: ...
 
-    def __len__(self) -> int:
-        """Returns the number of tokens in the text."""
+    def __len__(self) -> int: ...
 
     @property
-    def nbytes(self) -> int:
-        """Returns the bytes that it takes."""
+    def nbytes(self) -> int: ...
 
 
 class StreamCursor(Protocol):
     """Follows another stream through a suffix automaton."""
 
-    def advance(self, tokens: Sequence[int]) -> None:
-        """Appends tokens to the stream that is followed."""
+    def advance(self, tokens: Sequence[int]) -> None: ...
 
-    def continuation(self, most: int) -> Continuation:
-        """Returns the tokens after the longest suffix of the stream that occurs in the automaton's text."""
+    def continuation(self, most: int) -> Continuation: ...
 
 
 class SuffixState:
@@ -82,11 +77,9 @@ class SuffixAutomaton:
 
     @property
     def nbytes(self) -> int:
-        """Returns about the bytes that it takes: a dictionary for each state dominates."""
         return 300 * self._states
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Appends tokens. A text that would become longer than the capacity starts anew, without the older tokens."""
         if len(self.text) + len(tokens) > self._capacity:
             self._clear()
         for token in tokens[-self._capacity :]:

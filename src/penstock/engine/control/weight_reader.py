@@ -30,7 +30,7 @@ class StoredTensor(NamedTuple):
     """Describes a tensor of the loaded model."""
 
     shape: tuple[int, ...]
-    format: str  # that it is stored in
+    format: str
 
 
 class ReadWeights(NamedTuple):

@@ -214,8 +214,8 @@ class DraftStep(NamedTuple):
 
 
 class DraftModel:
-    """Drafts with the model or head that the backend runs as `program`. It computes `context` positions at most, and
-    its KV is in the blocks of the target's KV layer group `group`, which has no window. For a head, that is the first
+    """Drafts with the model or head that the backend runs as `program`. It computes `context` positions at most. Its KV
+    is in the blocks of the target's KV layer group `group`, a group without a window. For a head, that is the first
     such group, where hidden states are. Up to `depth` draft steps are in flight besides the one whose answer it waits
     for."""
 
@@ -243,7 +243,7 @@ class DraftModel:
         self._numbers = itertools.count(-1, -1)  # step numbers: negative, unlike the target's
         self._unread: list[Ticket] = []  # steps whose drafts had ended, so that nobody waited for them
         self._acceptance = Acceptance()
-        self._cells = cells_of(TRUSTED, [SINGLE] * (DEEPEST + 1))  # by depth
+        self._cells = cells_of(TRUSTED, [SINGLE] * (DEEPEST + 1))  # the cell at each depth
         self._nodes: dict[int, PrefixNode] = {}  # block -> the node whose tokens its KV was computed from
         self._failed = False
 
@@ -314,7 +314,6 @@ class DraftModel:
         drafts.computed = min(max(drafts.computed, shared * size), len(seq.tokens) - 1)
 
     def is_worth_waiting(self, drafts: ModelDrafts, missed: float) -> bool:
-        """Returns whether a request's next row should wait for a draft: see ModelDrafts."""
         return not self._failed and drafts.is_worth_waiting(missed)
 
     def _begin(self, task: DraftTask, depth: int, slot: int) -> DraftingRow | None:

@@ -173,7 +173,6 @@ class Drafting:
         self._ended: deque[tuple[Scope, list[int]]] = deque()
 
     def open(self, request: Request) -> RequestDrafter:
-        """Returns a drafter for a request. Its prompt is indexed step by step."""
         texts = DraftTexts(self, request.prompt, request.prediction, (request.salt, request.owner))
         self._waiting.append(texts)
         self.running += 1

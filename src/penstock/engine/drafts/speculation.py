@@ -25,11 +25,9 @@ MISSED = 1.0  # tokens that a row forgoes which waits for the step in flight
 class Drafter(Protocol):
     """Drafts for one request."""
 
-    def propose(self, most: int) -> Proposal:
-        """Returns at most `most` tokens that may come next."""
+    def propose(self, most: int) -> Proposal: ...
 
-    def append(self, tokens: Sequence[int]) -> None:
-        """Takes over tokens that were added to its answer."""
+    def append(self, tokens: Sequence[int]) -> None: ...
 
 
 D = TypeVar("D", bound=Drafter)
@@ -38,11 +36,9 @@ D = TypeVar("D", bound=Drafter)
 class Drafters(Protocol[D]):
     """Drafts for all requests, and decides how much of it a step verifies: engine/drafts/drafting.py does."""
 
-    def open(self, request: Request) -> D:
-        """Begins to draft for a request."""
+    def open(self, request: Request) -> D: ...
 
-    def close(self, drafter: D) -> None:
-        """Ends drafting for a request: others may learn from its answer."""
+    def close(self, drafter: D) -> None: ...
 
     def lengths(self, proposals: Sequence[Proposal], rows: int, tokens: int, budget: int) -> Sequence[int]:
         """Returns how many tokens of each proposal a step verifies, at most `budget` in total. `rows` and `tokens`
@@ -156,7 +152,6 @@ class Speculation(Feature):
     # -- as the scheduler's Drafts -------------------------------------------------------------------------------
 
     def propose(self, asked: Sequence[DraftRoom], rows: int, tokens: int, budget: int) -> list[tuple[int, ...]]:
-        """Returns a draft for each of the sequences: see core/drafting/rows.py."""
         records = [self.engine.records[room.seq.id] for room in asked]
         reach = self._reach(rows)
         limits = [self._limit(record, min(room.most, reach)) for record, room in zip(records, asked, strict=True)]

@@ -70,7 +70,7 @@ class Grammars:
     def __init__(self, vocabulary: Callable[[], GrammarVocabulary], width: int) -> None:
         self.costs = Costs()
         self._vocabulary = vocabulary
-        self._width = width  # of the logits
+        self._width = width  # number of logits
         self._compiled: OrderedDict[tuple[object, ...], Compiling] = OrderedDict()
         self._queue: deque[Compiling] = deque()
         self._workers = 0
@@ -195,7 +195,6 @@ class Compiling:
         return self._done.is_set() or time.monotonic() > self._deadline
 
     def result(self) -> Compiled:
-        """Returns the compiled grammar; raises why there is none."""
         if self._error is not None:
             raise self._error
         if self._compiled is None:

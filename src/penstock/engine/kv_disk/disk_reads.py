@@ -48,7 +48,7 @@ class DiskReads:
         self._rates = rates
         self._size = block_size
         self._whole = whole
-        self._loads: dict[bytes, ChainLoad] = {}  # by the chain hash of their first block
+        self._loads: dict[bytes, ChainLoad] = {}  # keys are chain hashes of the first blocks
 
     def begin(self, disk: RequestOnDisk, prompt: Sequence[int]) -> ChainLoad | None:
         """Begins to read the part of a prompt that the prefix cache lacks, if the store has it and reading pays. The

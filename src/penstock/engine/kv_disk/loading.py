@@ -108,7 +108,6 @@ class Loading(Generic[B]):
             self._leave()
 
     def _leave(self) -> None:
-        """Notes that a thread is done; the last one ends it."""
         with self._lock:
             self._left -= 1
             if not self._left:

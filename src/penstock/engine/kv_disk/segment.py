@@ -58,7 +58,6 @@ class BlockLayout(NamedTuple):
 
     @property
     def fewest_slots(self) -> int:
-        """Returns how many slots a segment must have so that there is room for one state."""
         return -(-(self.record_bytes + self.state_bytes) // self.record_bytes)
 
     def part_end(self, part: int) -> int:
@@ -84,7 +83,6 @@ class BlockRecord(NamedTuple):
 
     @classmethod
     def of(cls, hash: bytes, parent: bytes, tokens: bytes, contents: Sequence[bytes | None]) -> Self:
-        """Returns the record of parts with these contents; None: the part is not there."""
         present = sum(1 << part for part, data in enumerate(contents) if data is not None)
         return cls(hash, parent, tokens, present, tuple(block_crc(hash, data or b"") for data in contents))
 

@@ -104,7 +104,7 @@ class SegmentStore:
         self.layout = layout
         self.skipped = Skipped()
         self.written = self.dropped = 0  # blocks
-        self.folder = folder / layout.fingerprint.hex()  # of this layout
+        self.folder = folder / layout.fingerprint.hex()  # segments of this layout only
         self._limit = limit
         self._now = now
         self._free = free or _free_bytes
@@ -234,7 +234,6 @@ class SegmentStore:
         self._segments.append(segment)
 
     def _forget(self, block: StoredBlock, reason: str, about: object = "") -> bool:
-        """Makes a block unknown that cannot be used. Returns False."""
         self.skipped.add(reason, about or block.segment.path)
         self.forget([block.record.hash])
         return False

@@ -14,7 +14,7 @@ from penstock.engine.kv_disk.store import SUFFIX
 class DiskSummary(NamedTuple):
     """Counts the contents of a folder."""
 
-    bytes: int = 0  # of all files
+    bytes: int = 0  # sum over all files
     tokens: int = 0  # whose KV is there
     prompts: int = 0  # maximal chains of blocks, prompts with their answers
     models: int = 0  # folders: of models, and of ways to load them
@@ -35,7 +35,6 @@ def summarize(folder: Path) -> DiskSummary:
 
 
 def _add(found: DiskSummary, files: list[Path]) -> DiskSummary:
-    """Adds one model's files. A chain may continue in another file."""
     parents, hashes, tokens, unusable = set[bytes](), set[bytes](), 0, 0
     for path in files:
         try:

@@ -37,14 +37,13 @@ class Writer:
         return self._queue.full()
 
     def write(self, block: BlockToWrite) -> None:
-        """Takes a block, unless it is full."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="penstock-kv-writing", daemon=True)
             self._thread.start()
         self._queue.put_nowait(block)
 
     def close(self) -> None:
-        """Ends the thread once it has written what it was given. A disk that hangs is not waited for."""
+        """Ends the thread once it has written the blocks it holds. It does not wait for a disk that hangs."""
         if self._thread is not None:
             with suppress(Full):
                 self._queue.put(None, timeout=LONGEST)

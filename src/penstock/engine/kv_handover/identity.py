@@ -13,7 +13,7 @@ from penstock.config import Config
 from penstock.model.load import Checkpoint
 from penstock.types import Limits
 
-KERNELS = 1  # of all backends: a change of what any of them computes needs another number
+KERNELS = 1  # raise it if any backend's kernels compute something else
 SIZE = 16  # bytes
 
 

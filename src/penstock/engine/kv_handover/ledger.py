@@ -1,16 +1,16 @@
-"""Notes in memory that outlives the engine process which KV block holds what, so that the next engine can reuse it.
+"""Records the contents of KV blocks in memory that outlives the engine process, so that the next engine can reuse them.
 
-There is an entry for each block. Its number is 0 while nothing is known of the block. Else it counts what was stored,
-and the rest of the entry is true: the block holds, for one layer group, the KV of these tokens behind this parent. A
-process may be killed between any two writes. So an entry's number becomes 0 before the block can be written to again,
-and is set when all that it stands for has been written: the block itself, and the rest of the entry.
+There is an entry for each block. Its number is 0 while the block's contents are unknown. Else it is the serial number
+of the stored node, and the rest of the entry is true: the block holds, for one layer group, the KV of these tokens
+behind this parent. A process may be killed between any two writes. So an entry's number becomes 0 before the block can
+be written to again, and is set when all the rest has been written: the block itself, and the rest of the entry.
 
-A block that a sequence is still filling has an entry too: of the tokens that are computed so far, a tail. Later steps
-write behind them. What they add is noted after it is computed: first the tokens, then how many there are. Tails are of
-no use to models with recurrent layers, whose states are saved at the ends of blocks.
+A block that a sequence is still filling has an entry too: a tail, with the tokens that are computed so far. Later steps
+write behind them. Their additions are recorded after they are computed: first the tokens, then their count. Tails are
+of no use to models with recurrent layers, whose states are saved at the ends of blocks.
 
-After those of blocks there is an entry for each place of a saved state: a number, which means the same, and the chain
-hash of the block at whose end it was saved.
+Behind the blocks' entries there is an entry for each place of a saved state: a number, which means the same, and the
+chain hash of the block at whose end it was saved.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from penstock.types import Limits
 NUMBER = 8  # bytes
 LENGTH_AT = NUMBER  # in an entry: how many of its tokens count
 REST_AT = LENGTH_AT + NUMBER
-ABOUT = f"<{hashing.SIZE}s{hashing.SIZE}s?xH"  # hash, parent, whether it is a first block, group; a tail has no hash
+ABOUT = f"<{hashing.SIZE}s{hashing.SIZE}s?xH"  # hash (tails lack one), parent, whether it is a first block, group
 TOKENS_AT = REST_AT + calcsize(ABOUT)
 TOKEN = 4  # bytes
 STATE_STRIDE = NUMBER + hashing.SIZE  # bytes of a state's entry
@@ -40,13 +40,12 @@ Memory = bytearray | mmap
 
 
 def ledger_bytes(limits: Limits) -> int:
-    """Returns the bytes of a ledger of all blocks and saved states."""
     return limits.num_blocks * _stride(limits) + limits.states * STATE_STRIDE
 
 
 class KvLedger:
-    """Implements BlockWatcher over `ledger_bytes` of memory. It notes what was stored or begun when `settle` is called,
-    and what was removed at once."""
+    """Implements BlockWatcher over `ledger_bytes` of memory. It records additions when `settle` is called, and removals
+    at once."""
 
     def __init__(self, memory: Memory, limits: Limits) -> None:
         self._memory = memory
@@ -56,7 +55,7 @@ class KvLedger:
         self._words = memoryview(memory).cast("Q")
         self._pending: dict[PrefixNode, int] = {}  # nodes that are not noted yet, in order, with the `settle` before
         self._noted: dict[PrefixNode, list[int]] = {}  # nodes, and the blocks that they had then
-        self._pending_states: dict[int, tuple[PrefixNode, int]] = {}  # by place, with the `settle` before
+        self._pending_states: dict[int, tuple[PrefixNode, int]] = {}  # keys are places; with the `settle` before
         self._tails: dict[int, int] = {}  # how many tokens are noted of blocks that are not full
         self._lengths: dict[int, int] = {}  # how many tokens those blocks had at the last `settle`
         self._settled = 0  # times
@@ -82,13 +81,12 @@ class KvLedger:
 
     @property
     def pending(self) -> bool:
-        """Returns whether there are blocks or states that `settle` would note."""
         return bool(self._pending or self._pending_states)
 
     def settle(self, running: Iterable[Stream] = (), late: int = 0) -> None:
-        """Notes what was stored since the last call, and how far the running sequences have come. Everything that
-        writes to those blocks, or to those positions, has ended. If steps are still in flight, which may write to them,
-        it is `late`: it notes what the call before could have noted."""
+        """Records the nodes stored since the last call, and how far the running sequences have come. Everything that
+        writes to those blocks, or to those positions, has ended. If steps that may write to them are still in flight,
+        the call is `late`: it records only the additions up to the previous call."""
         self._settled += 1
         due = self._settled - bool(late)
         for node in [node for node, since in self._pending.items() if since < due]:
@@ -109,7 +107,7 @@ class KvLedger:
                     self._note_tail(seq, blocks, written)
 
     def freeze(self) -> None:
-        """Lets no more nodes be noted: they would be of other weights than those that the next engine begins with."""
+        """Stops recording nodes: the next engine may begin with other weights."""
         self._frozen = True
 
     # -- as a BlockWatcher ---------------------------------------------------------------------------------------
@@ -143,7 +141,6 @@ class KvLedger:
         self._words[(self._states_at + place * STATE_STRIDE) // NUMBER] = 0
 
     def _forget_tails(self, node: PrefixNode) -> None:
-        """Forgets what was noted of a node's blocks while a sequence filled them."""
         for block in node.blocks:
             self.freed(block)
 
@@ -162,7 +159,6 @@ class KvLedger:
             self._words[at // NUMBER] = self._count
 
     def _state_numbers(self) -> NDArray[np.uint64]:
-        """Returns the numbers of all states' entries, by place."""
         return np.frombuffer(self._memory, np.uint64)[self._states_at // NUMBER :][:: STATE_STRIDE // NUMBER]
 
     def _numbers(self, at: int = 0) -> NDArray[np.uint64]:
@@ -214,7 +210,7 @@ class KvLedger:
         """Returns the nodes and the tails of which blocks are noted, and the states. Entries that contradict each other
         are left out."""
         nodes: dict[bytes, StoredNode] = {}
-        tails: dict[int, StoredTail] = {}  # by number
+        tails: dict[int, StoredTail] = {}  # keys are serial numbers
         numbers, lengths = self._numbers(), self._numbers(LENGTH_AT)
         for block in np.flatnonzero(numbers).tolist():
             at, number = block * self._stride, int(numbers[block])
@@ -240,23 +236,20 @@ class KvLedger:
 
 
 def _shorter(tail: StoredTail, other: StoredTail) -> StoredTail:
-    """Returns a tail with no more tokens than another has: a process may have ended after it noted those of one layer
-    group."""
+    """Returns a tail cut to the length of another: a process may have ended after it recorded only one layer group's
+    tokens."""
     return tail if len(tail.tokens) <= len(other.tokens) else tail._replace(tokens=other.tokens)
 
 
 def _agree(known: StoredNode | StoredTail, found: StoredNode | StoredTail) -> bool:
-    """Returns whether two entries describe the same tokens behind the same parent."""
     count = min(len(known.tokens), len(found.tokens))
     same = known.tokens[:count] == found.tokens[:count]
     return same and (known.parent, known.first) == (found.parent, found.first)
 
 
 def _entry(limits: Limits) -> Struct:
-    """Returns the form of an entry behind its number and length."""
     return Struct(f"{ABOUT}{limits.block_size}i")
 
 
 def _stride(limits: Limits) -> int:
-    """Returns the bytes of an entry: whole numbers."""
     return -(-(REST_AT + _entry(limits).size) // NUMBER) * NUMBER

@@ -25,7 +25,7 @@ class StagedPart(NamedTuple):
 class Listener(Protocol):
     """Accepts readers for an engine that offers blocks."""
 
-    sends_contents: bool  # of blocks through the connection
+    sends_contents: bool  # whether blocks travel through the connection
 
     @property
     def address(self) -> str:
@@ -34,8 +34,7 @@ class Listener(Protocol):
     def accept(self) -> socket.socket:
         """Returns a connection with the next reader; raises OSError once it is closed."""
 
-    def serving(self) -> AbstractContextManager[None]:
-        """Returns the context held while a reader is served."""
+    def serving(self) -> AbstractContextManager[None]: ...
 
     def welcome(self, connection: socket.socket, staging: StagedBlocks) -> None:
         """Tells a reader that it may read, and how the staging memory is laid out."""
@@ -50,11 +49,10 @@ class Listener(Protocol):
 class OfferSource(Protocol):
     """Reads blocks of an offer over one connection."""
 
-    scheme: str  # of the carrier
+    scheme: str  # names the carrier
 
     @property
-    def connection(self) -> socket.socket:
-        """Returns the connection for requests and headers."""
+    def connection(self) -> socket.socket: ...
 
     def enter(self) -> int:
         """Receives what the engine answers to a request; returns its status."""
@@ -63,8 +61,7 @@ class OfferSource(Protocol):
         """Reads the block whose header has just arrived into memory; returns whether its place had the same generation
         before and after."""
 
-    def close(self) -> None:
-        """Ends the connection."""
+    def close(self) -> None: ...
 
 
 def welcome_of(staging: StagedBlocks) -> bytes:

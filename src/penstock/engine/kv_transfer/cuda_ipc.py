@@ -98,7 +98,7 @@ class CudaIpcSource(ShmSource):
             handle = receive(self.connection, size)
             try:
                 self.room = self._sharing.open(handle)
-            except RuntimeError as error:  # of torch
+            except RuntimeError as error:  # torch raises it
                 raise OSError(str(error)) from error
         return status
 

@@ -57,9 +57,7 @@ class DirectReader(OfferReader, ABC):
         """Returns memory for the headers of blocks, by layer group, where these are wanted."""
 
     @abstractmethod
-    def _copy(self, parts: Sequence[FilledPart]) -> list[int]:
-        """Copies blocks; returns the CRC of each copy."""
+    def _copy(self, parts: Sequence[FilledPart]) -> list[int]: ...
 
     @abstractmethod
-    def _generation(self, place: int) -> int:
-        """Returns the generation that a place has now."""
+    def _generation(self, place: int) -> int: ...

@@ -23,7 +23,7 @@ class LeasedBlock(NamedTuple):
     hash: bytes
     parent: bytes
     tokens: bytes
-    copies: tuple[StagedCopy, ...]  # by layer group
+    copies: tuple[StagedCopy, ...]  # one for each layer group
     of_state: bool = False  # it is a part of a recurrent state: see state_parts.py
 
     @property
@@ -86,13 +86,11 @@ class Leases:
                 self._end(id, EXPIRED)
 
     def clear(self) -> None:
-        """Ends all leases: what they keep is not to be read any more."""
         with self._lock:
             for id in (*self._granted, *self._opened):
                 self._end(id, EXPIRED)
 
     def _reason(self, id: bytes, epoch: int, first: int, count: int) -> str:
-        """Returns the reason to refuse a reader's request; empty: it is granted."""
         if epoch != self.epoch:
             return OTHER_EPOCH
         if id in self._opened:

@@ -47,18 +47,14 @@ class StagingArea(Protocol):
     """Stages copies of blocks in some memory, and lets others read them there."""
 
     @property
-    def leases(self) -> Leases:
-        """Returns who may read what."""
+    def leases(self) -> Leases: ...
 
     @property
-    def server(self) -> OfferServer:
-        """Returns the server that readers connect to."""
+    def server(self) -> OfferServer: ...
 
-    def copy(self, parts: Sequence[StagedPart]) -> Iterator[StagedCopy]:
-        """Copies blocks to their places."""
+    def copy(self, parts: Sequence[StagedPart]) -> Iterator[StagedCopy]: ...
 
-    def close(self) -> None:
-        """Offers nothing any more, and gives the memory back."""
+    def close(self) -> None: ...
 
 
 class HostStagingArea:
@@ -179,12 +175,10 @@ class BlockOffers:
             area.leases.end(id)
 
     def clear(self) -> None:
-        """Ends all offers: what they keep is not to be read any more."""
         for area in self._areas:
             area.leases.clear()
 
     def release_device(self) -> None:
-        """Ends the offers on the device, and gives their memory back until the next one."""
         if self._near is not None:
             self._near.close()
             self._near = None

@@ -50,21 +50,16 @@ class NoOffers:
         """Returns the offer of a prompt's blocks; without blocks if none can be offered."""
         return Offered(message.id)
 
-    def end(self, id: bytes) -> None:
-        """Ends an offer."""
+    def end(self, id: bytes) -> None: ...
 
-    def clear(self) -> None:
-        """Ends all offers."""
+    def clear(self) -> None: ...
 
-    def release_device(self) -> None:
-        """Ends the offers on the device, and gives their memory back."""
+    def release_device(self) -> None: ...
 
     def count(self, counts: PeerCounts) -> PeerCounts:
-        """Returns the counts completed by the counts of offers."""
         return counts
 
-    def close(self) -> None:
-        """Ends all offers and stops listening."""
+    def close(self) -> None: ...
 
 
 class PeerBlocks(Feature):
@@ -173,7 +168,6 @@ class PeerBlocks(Feature):
         self.distrust_cache()
 
     def distrust_cache(self) -> None:
-        """Ends all offers: their blocks are not to be used."""
         self._offers.clear()
 
     def release_device(self) -> None:

@@ -81,7 +81,7 @@ class PullCounts:
         self.pulls = self.blocks = 0
         self.carriers: Counter[str] = Counter()  # pulls, by what brought the blocks
         self.passed_over: Counter[str] = Counter()  # carriers that could not be used, so the next was
-        self.failures: Counter[str] = Counter()  # by reason
+        self.failures: Counter[str] = Counter()  # keys are reasons
         self.seconds = 0.0
 
 
@@ -98,11 +98,9 @@ class NoPulls:
             self._counts.failures[NO_ROOM] += 1
         return []
 
-    def end(self, record: RequestRecord) -> None:
-        """Stops reading for a request that has ended."""
+    def end(self, record: RequestRecord) -> None: ...
 
-    def close(self) -> None:
-        """Ends all reads."""
+    def close(self) -> None: ...
 
 
 class BlockPulls(NoPulls):
@@ -127,7 +125,7 @@ class BlockPulls(NoPulls):
         self._cache = cache
         self._host = host.blocks
         self._block_bytes = len(memory.export_blocks([0]))
-        self._sharing = None if limits.states else sharing  # states travel through host memory alone
+        self._sharing = None if limits.states else sharing  # states travel only through host memory
         self._rows = memory if isinstance(memory, BlockRows) and not limits.states else None
         self._distrust = distrust
         self._size = limits.block_size
@@ -137,7 +135,7 @@ class BlockPulls(NoPulls):
         self._states = host.states
         self._chains = ChainLoads(cache, host.blocks, host.states, limits)
         self._threads = PullThreads()
-        self._reading: dict[int, _Pull] = {}  # by request
+        self._reading: dict[int, _Pull] = {}  # keys are request ids
 
     def needs(self, record: RequestRecord, weights: WeightState) -> list[Need]:
         offer, request = record.request.pull, record.request

@@ -24,7 +24,7 @@ SECONDS = 10.0  # timeout of either side
 
 UNKNOWN, OUT_OF_RANGE, USED, EXPIRED = "unknown", "out_of_range", "used", "expired"
 OTHER_EPOCH, FOREIGN, BUSY = "other_epoch", "foreign", "busy"
-STATUS = ("", UNKNOWN, OUT_OF_RANGE, USED, EXPIRED, OTHER_EPOCH, FOREIGN, BUSY)  # by number
+STATUS = ("", UNKNOWN, OUT_OF_RANGE, USED, EXPIRED, OTHER_EPOCH, FOREIGN, BUSY)  # a status is sent as its index
 
 
 class TransferRefused(Exception):
@@ -49,7 +49,7 @@ class BlockHeader(NamedTuple):
     hash: bytes
     parent: bytes
     tokens: bytes
-    parts: tuple[BlockPart, ...]  # by layer group
+    parts: tuple[BlockPart, ...]  # one for each layer group
 
     def pack(self) -> bytes:
         fields = (value for part in self.parts for value in part)

@@ -111,7 +111,6 @@ class AdapterNames:
             )
 
     def find(self, name: str) -> RegisteredAdapter:
-        """Returns an adapter; raises AdapterNotFound for an unknown name."""
         if name not in self._registered:
             known = ", ".join(list(self._registered)[:8]) or "none"
             raise AdapterNotFound(f"no adapter is registered as {name!r}; registered: {known}")

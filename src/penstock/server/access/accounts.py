@@ -84,25 +84,20 @@ class Account:
 
     @property
     def weight(self) -> float:
-        """Returns the weight of the key's share."""
         return 1.0 if self._key is None else self._key.weight
 
     @property
     def priority(self) -> int:
-        """Returns the lowest priority number that the key's requests may have."""
         return 0 if self._key is None else self._key.priority
 
     @property
     def targets(self) -> Targets:
-        """Returns the targets of latency of the key's requests."""
         return NO_TARGETS if self._key is None else self._key.targets
 
     def may_use(self, model: str) -> bool:
-        """Returns whether the key may use a model."""
         return not self.models or model in self.models
 
     def forbidden(self, reason: str, what: str) -> Forbidden:
-        """Counts a refusal, and returns it."""
         self.refused[reason] += 1
         return Forbidden(f"the key {self.name!r} may not {what}")
 
@@ -190,7 +185,7 @@ class Accounts:
         return account
 
     def named(self, name: str) -> Account:
-        """Returns the account of the key called `name`, which may have been deleted since: then it has no limits."""
+        """Returns the account of the key called `name`. If the key was deleted meanwhile, the account is unlimited."""
         key = self.keyring.named(name)
         return self._account(name) if key is None else self.of(key)
 

@@ -21,8 +21,8 @@ ENDING = re.compile("DELETE /v1/(streams|responses)/[^/]+|POST /v1/(responses|ba
 
 
 class Authentication:
-    """Lets a request pass that has a valid key with limits to spare. It adds nothing to the cost of a stream: what it
-    adds to an answer is in the headers."""
+    """Rejects requests without a valid key and requests over their key's limits. It reports the limits in headers, so
+    it adds no cost to a stream."""
 
     def __init__(self, app: ASGIApp, accounts: Accounts) -> None:
         self._app = app
@@ -46,7 +46,6 @@ class Authentication:
             await self._app(scope, receive, _with_headers(send, account))
 
     def _known(self, scope: Scope) -> bool:
-        """Returns whether a request has a valid key."""
         key = self._accounts.keyring.find(_given(scope))
         return key is not None and not key.expired()
 

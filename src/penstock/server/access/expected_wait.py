@@ -1,14 +1,14 @@
-"""Forecasts how long a request would wait for its first token, and refuses those that would wait too long.
+"""Forecasts how long a request would wait for its first token, and refuses requests that would wait too long.
 
 The server decides this without asking the engine, which may be in the middle of a step. It knows which prompts have no
-first token yet, and which of their tokens are to be computed (`known_prefixes`). The engine's statistics tell what
-computing a token costs. Beside prompts, an engine also answers: see `AnswerTime`.
+first token yet, and how many of their tokens are uncached (`known_prefixes`). The engine's statistics contain the cost
+of a token. An engine also answers while it computes prompts: see `AnswerTime`.
 
-Nothing is refused before costs were measured, nor while nothing is ahead. The other prompts of the same HTTP request
-are not ahead: a list of prompts does not refuse itself. A deadline that a prompt cannot meet even alone is refused by
-the engine.
+A request is admitted if nothing is ahead of it, or if costs were not measured yet. The other prompts of the same HTTP
+request are not ahead: a list of prompts does not refuse itself. The engine refuses a deadline that a prompt cannot meet
+on an idle engine.
 
-The forecast is pure: it has no clock. Times come in as arguments.
+The forecast is pure: times come in as arguments.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ TOO_LOW, TOO_HIGH, RIGHT = "too_low", "too_high", "right"
 
 
 class AnswerTime:
-    """Measures how long an engine answers while prompts wait. The time counts for each first token or for each second
-    of prompts, whichever is less in a forecast: what is not known admits."""
+    """Measures how long an engine answers while prompts wait. The time is counted per first token and per second of
+    prompts; a forecast uses the smaller one. Without measurements it is 0, which admits."""
 
     KEEP = 0.98  # share of earlier measurements that each first token keeps
     FEW = 4.0  # first tokens before anything is expected
@@ -72,7 +72,7 @@ class ExpectedRequest:
     work: Work
     allowed: float = inf  # seconds to its first token
     by_model: float = 0.0  # seconds that were forecast, without bias; 0: nothing was ahead
-    waits: bool = False  # for its first token, and others wait for it
+    waits: bool = False  # it has no first token yet, and others wait behind it
 
 
 class WaitOutcome(NamedTuple):
@@ -95,8 +95,7 @@ class WaitForecast:
         self._stats = Stats()
 
     def measure(self, stats: Stats, engines: int = 1) -> None:
-        """Learns from the statistics of so many engines, added up. Only the time while some wait tells how long that
-        takes."""
+        """Learns from the summed statistics of `engines` engines. Only time during which requests wait counts."""
         last, self._stats, self._engines = self._stats, stats, max(engines, 1)
         prompts = stats.prompt_seconds - last.prompt_seconds
         answers = stats.busy_seconds - last.busy_seconds - prompts
@@ -115,8 +114,8 @@ class WaitForecast:
         cached: int = 0,
     ) -> ExpectedRequest:
         """Counts a request that is sent to the engine; raises WaitTooLong if it would wait for longer than its claim
-        says or, without one, than `patience`. Background requests wait for as long as it takes. `cached` tokens of the
-        prompt are known to be cached."""
+        allows or, without a claim, than `patience`. Background requests have no limit. `cached` tokens of the prompt
+        are known to be cached."""
         expected = self._expect(request, object() if sender is None else sender, now, limits.block_size, cached)
         if not request.background:
             expected.allowed = allowed_wait(request.claim, patience)
@@ -134,14 +133,13 @@ class WaitForecast:
         return max(ceil(forecast - limit), 1) if limit < inf else 1
 
     def answer(self, expected: ExpectedRequest, now: float, cached: int) -> WaitOutcome:
-        """Records a request's first token, and the number of cached prompt tokens."""
         length, waited, forecast = len(expected.request.prompt), now - expected.sent, self._bias * expected.by_model
         self._prefixes.observe(length, expected.known, cached)
         if self._leave(expected):
             self._answer_time.observe(*self._since)
             self._since = (0.0, 0.0)
         if expected.by_model > WORTH_COMPARING:
-            ratio = min(waited / expected.by_model, BIAS[1])  # an engine that was started meanwhile tells nothing
+            ratio = min(waited / expected.by_model, BIAS[1])  # an engine that was started meanwhile would give outliers
             self._scatter += WEIGHT * (abs(ratio / self._bias - 1) - self._scatter)
             self._bias = max(self._bias + WEIGHT * (ratio - self._bias), BIAS[0])
         return WaitOutcome(waited > expected.allowed, _compare(forecast, waited) if expected.by_model else "")
@@ -163,8 +161,8 @@ class WaitForecast:
     # -- the forecast ------------------------------------------------------------------------------------------------
 
     def _expect(self, request: Request, sender: object, now: float, block_size: int, cached: int) -> ExpectedRequest:
-        """Returns what is known of a request: how much of it is to be computed, and when it will have its turn. A
-        prompt whose tokens are to be scored is computed whole."""
+        """Returns a request's uncached work and its place in line. A prompt whose tokens are scored is computed
+        whole."""
         chain, length = BlockChain((request.salt, request.adapters)), len(request.prompt)
         chain.extend(request.prompt, block_size)
         known = min(max(self._prefixes.depth(chain) * block_size, cached), length - 1)
@@ -183,8 +181,9 @@ class WaitForecast:
         return token * work.tokens + pair * work.pairs
 
     def _forecast(self, expected: ExpectedRequest, now: float) -> tuple[float, float]:
-        """Returns the seconds to a request's first token without bias, and those of them that it takes alone. Both are
-        0 if nothing is ahead of it, or nothing was measured yet. Its tenant's line moves on by the tenant's share."""
+        """Returns the seconds to a request's first token, without bias, and the seconds that it would take on an idle
+        engine. Both are 0 if nothing is ahead of it, or nothing was measured yet. A tenant's line advances by the
+        tenant's share."""
         own = self._seconds(expected.work)
         first, mine, others, share = self._lines.ahead(expected.request, expected.sender, expected.place, now)
         every = mine.plus(others)
@@ -192,14 +191,14 @@ class WaitForecast:
         if requests <= 0 or not own:
             return 0.0, 0.0
         prompts = min((self._seconds(mine) + own) / share, self._seconds(every) + own) - own
-        prompts += self._seconds(first) - self._since[1]  # without what is computed of the prompts that have begun
+        prompts += self._seconds(first) - self._since[1]  # without the computed part of prompts that have begun
         before = max(prompts, 0.0) + self._answer_time.beside(max(prompts, 0.0), requests)
         alone = own + self._answer_time.beside(own, 1)
         return before / self._engines + alone, alone
 
     def _forecast_and_limit(self, expected: ExpectedRequest, by_model: float, own: float) -> tuple[float, float]:
-        """Returns the seconds that a first token may take if the forecast is too low, and those that it may take. A
-        prompt that takes longer alone may wait a little."""
+        """Returns a cautious forecast of the seconds to a first token, and their limit. The limit of a long prompt is
+        higher, so that it may wait a little."""
         longer = self._bias
         if limit_of(expected.request.claim) != "patience":
             longer *= min(max(1 + SCATTERS * self._scatter, MARGIN[0]), MARGIN[1])
@@ -208,7 +207,7 @@ class WaitForecast:
     def _refuse_late(self, expected: ExpectedRequest, own: float) -> None:
         forecast, limit = self._forecast_and_limit(expected, expected.by_model, own)
         if expected.by_model and forecast > limit:
-            retry, told = max(ceil(forecast - limit), 1), ceil(10 * forecast) / 10  # never told as less than the limit
+            retry, told = max(ceil(forecast - limit), 1), ceil(10 * forecast) / 10  # at least the limit
             raise WaitTooLong(
                 f"the first token would come after about {told:.1f} s, and {limit:.3g} s are allowed: retry in "
                 f"{retry} s",
@@ -216,7 +215,6 @@ class WaitForecast:
             )
 
     def _most_blocks(self, limits: Limits) -> int:
-        """Returns how many blocks of tokens the engines keep: on the device, in host memory and on disk."""
         on_device = self._engines * limits.num_blocks // max(len(limits.windows), 1)
         return on_device + self._stats.host_places + self._stats.disk.blocks
 
@@ -229,7 +227,6 @@ def _compare(forecast: float, waited: float) -> str:
 
 
 def limit_of(claim: Claim) -> str:
-    """Returns the limit that applies to a request's first token: see `allowed_wait`."""
     if claim.deadline is None and claim.ttft is None:
         return "patience"
     return "ttft" if claim.deadline is None or (claim.ttft is not None and claim.ttft < claim.deadline) else "deadline"

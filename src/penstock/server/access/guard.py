@@ -42,7 +42,7 @@ class Rules(NamedTuple):
     keys: Path | None = None  # the key file; None: everyone may
     origins: tuple[str, ...] = ()  # allowed web pages, in addition to its own
     max_waiting: int | None = None  # requests beyond those computed at once; None: in proportion to those
-    hosts: tuple[str, ...] = ()  # names of the server beside those that nobody else can own; only without keys
+    hosts: tuple[str, ...] = ()  # further names that the Host header may have; only without keys
     lenient: bool = True  # unknown fields and unsupported settings are ignored and listed; False: refused
     terms: ServiceTerms = STANDARD_TERMS  # default targets and limits of requests
 
@@ -125,11 +125,11 @@ class ArrivingBodies:
             self._give_up_oldest()
 
     def end(self, body: TimedBody) -> None:
-        """Counts a body as whole, or as given up."""
         self._partial.pop(body, None)
 
     def take(self, count: int, body: TimedBody) -> None:
-        """Counts bytes of a body; raises Overloaded if there is no room, even without the bodies that are not whole."""
+        """Counts bytes of a body; raises Overloaded if they do not fit, even after all incomplete bodies are given
+        up."""
         while self.bytes.full(count) and next(iter(self._partial), body) is not body:
             self._give_up_oldest()
         self.bytes.take(count)
@@ -184,7 +184,6 @@ class TimedBody:
         self.close()
 
     def close(self) -> None:
-        """Frees its bytes."""
         self._bodies.end(self)
         self._bodies.bytes.release(self._size)
         self._size = 0

@@ -8,7 +8,7 @@ from math import inf
 
 from penstock.errors import Overloaded
 
-WAITING_PER_ROW = 16  # requests that may wait for each row of a step, unless --max-waiting says otherwise
+WAITING_PER_ROW = 16  # default limit of waiting requests for each row of a step: --max-waiting
 
 
 class InFlight:
@@ -43,8 +43,8 @@ class InFlight:
 
 
 def owner_limit(owner: str | None, limit: int, others: int) -> int:
-    """Returns how much an owner may have of what has one limit for all, while other owners have so much of it: half of
-    what they leave, so that nobody takes everything. None: there are no owners, and one may have it all."""
+    """Returns an owner's part of a limit that all owners share, while the others use `others` of it: half of the rest,
+    so that nobody takes everything. Without owners (None) it is the whole limit."""
     return limit if owner is None else (limit - others + 1) // 2
 
 
@@ -126,8 +126,8 @@ class Admission:
 
 
 def requests_in_flight(rows_of: Callable[[], int], max_waiting: int | None) -> InFlight:
-    """Returns the counter of requests and their answers: those computed at once, which `rows_of` tells, and
-    `max_waiting` that wait for them. Without rows there is no limit: no engine runs."""
+    """Returns the counter of requests and their answers. It admits as many as `rows_of` computes at once, and
+    `max_waiting` more. Without rows, as no engine runs, there is no limit."""
 
     def limit() -> float:
         rows = rows_of()

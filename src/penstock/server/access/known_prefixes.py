@@ -1,11 +1,11 @@
 """Remembers the prompts of an engine, to predict how much of the next one has to be computed.
 
 A block is remembered from the moment when a prompt with it is admitted: requests that wait together and share a prefix
-have it computed once. With each first token the engine reports the number of reused tokens. From that the share of
-remembered tokens is learned that are still cached, and the share of others that are cached all the same (on disk, or
-because another client of the engine has sent them).
+have it computed once. With each first token the engine reports the number of reused tokens. They teach two shares: the
+share of remembered tokens that are still cached, and the share of other tokens that are cached all the same (on disk,
+or because another client of the engine has sent them).
 
-Everything here is pure: it has no clock.
+Everything here is pure: it reads no clock.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class BlockChain:
         self._rest: tuple[int, ...] = ()
 
     def extend(self, tokens: Iterable[int], block_size: int) -> None:
-        """Adds tokens at the end."""
         rest, parent = (*self._rest, *tokens), self._parent
         for end in range(block_size, len(rest) + 1, block_size):
             parent = hash((parent, rest[end - block_size : end]))
@@ -61,7 +60,6 @@ class KnownPrefixes:
         self._kept, self._found = TokenShare(1.0), TokenShare(0.0)
 
     def depth(self, chain: BlockChain) -> int:
-        """Returns how many leading blocks are remembered."""
         hashes = chain.hashes
         return next((depth for depth, hash in enumerate(hashes) if hash not in self._blocks), len(hashes))
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Protocol
 
-LINGER_SECONDS = 5.0  # for a client to read a refusal while it still sends
+LINGER_SECONDS = 5.0  # a client that still sends has this long to read a refusal
 LINGER_BYTES = 64 * 2**20  # allowed to arrive meanwhile
 MOST_COLLECTED = 32 * 2**10  # bytes that wait for the end of the event loop's turn
 
@@ -35,23 +35,23 @@ class TurnWrites:
         for transport in written:
             try:
                 transport.send_collected()
-            except Exception as error:  # is this connection's alone
+            except Exception as error:  # it concerns only this connection
                 self._loop.call_exception_handler({"message": "a connection was not written to", "exception": error})
 
 
 class LingeringTransport:
-    """Wraps a transport. The kernel resets a connection that is closed while data arrives, and a reset takes away the
-    answer that the client has not read yet. So `close` then ends only our side, and what still comes is discarded
-    until the client has ended its side, or for long enough.
+    """Wraps a transport. The kernel resets a connection that is closed while data arrives, and a reset destroys the
+    unread part of the answer. So `close` ends only our side, and discards arriving data until the client ends its side
+    or LINGER_SECONDS have passed.
 
-    What is written in one turn of the event loop is sent at once: headers with the first chunk, and all the chunks that
-    came while others were served. A call of the kernel takes as long as to make a chunk.
+    All writes of one turn of the event loop are sent at once: headers with the first chunk, and all chunks that came
+    while others were served. A system call takes as long as making a chunk.
     """
 
     __slots__ = ("_collected", "_discarded", "_lingering", "_sender", "_size", "_transport", "_turn", "paused")
 
     def __init__(self, transport: asyncio.Transport, sender: Sender, turn: TurnWrites) -> None:
-        self.paused = False  # the client does not read what was written
+        self.paused = False  # the client does not read the written bytes
         self._transport = transport
         self._sender = sender
         self._turn = turn
@@ -80,7 +80,6 @@ class LingeringTransport:
         return True
 
     def send_collected(self) -> None:
-        """Sends the bytes written since the last call."""
         collected, self._collected, self._size = self._collected, [], 0
         if collected and not self._transport.is_closing():  # the client may have left since they were written
             self._transport.write(collected[0] if len(collected) == 1 else b"".join(collected))
@@ -112,14 +111,13 @@ class LingeringTransport:
         return True
 
     def ended(self) -> None:
-        """Forgets the timer of a connection that is closed."""
         if self._lingering is not None:
             self._lingering.cancel()
 
 
 class AnyLength(int):
-    """Stands for the length of an answer that is known only at its end. uvicorn compares what is sent with the length
-    that was announced; this one equals all."""
+    """Stands for the length of an answer that is known only at its end. uvicorn compares the sent bytes with the
+    announced length; this one equals all."""
 
     def __lt__(self, _: int) -> bool:
         return False

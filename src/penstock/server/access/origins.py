@@ -1,11 +1,11 @@
-"""Decides which web pages may use the server: its own page, and those of the origins given with --cors.
+"""Decides which web pages may use the server: its own page, and pages of the origins given with --cors.
 
 A browser sends a page's requests to every server that it can reach, on loopback too. It only hides the answer from the
 page unless the server allows it. With API keys that is enough: a page cannot guess a key. Without keys, requests from
-pages of other origins are refused. A page can also be of the server's own origin by name: everyone can point a name of
-their own to this machine (DNS rebinding), and browsers send no Origin with what such a page reads. So without keys, the
-Host header of every request must be an address, a name that nobody else can own, or one that the server was told of. A
-name without a dot is the local network's: a stranger cannot register one.
+pages of other origins are refused. A foreign page can also have the server's own origin: everyone can point a name of
+their own to this machine (DNS rebinding), and browsers send no Origin with the page's reads. So without keys, the Host
+header of every request must be an address, a name that nobody else can own, or a configured name. A name without a dot
+belongs to the local network: a stranger cannot register one.
 """
 
 from __future__ import annotations
@@ -78,7 +78,6 @@ class Origins:
         return None if origin is None or self._may_use(origin, request) else origin
 
     def _may_use(self, origin: str, request: Request) -> bool:
-        """Returns whether pages of the origin may use the server: they are its own, or allowed."""
         host = request.headers.get("host", "")
         own = origin in (f"http://{host}", f"https://{host}") and _is_own(_without_port(host))
         return own or bool(self._allowed & {origin, "*"})

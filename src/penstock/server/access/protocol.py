@@ -51,7 +51,7 @@ class SharedState:
     head_bytes: int = 0  # total
 
     def make_room(self, newest: BoundedProtocol) -> bool:
-        """Closes the connection that has been without a request for the longest time; False: there is no other."""
+        """Closes the connection that has been idle for the longest time; returns False if `newest` is the only one."""
         oldest = next(iter(self.idle))
         if oldest is newest:
             return False
@@ -60,7 +60,6 @@ class SharedState:
         return True
 
     def forget(self, pipeline: deque[Any]) -> None:
-        """Drops the requests that wait on a connection."""
         self.pipelined -= len(pipeline)
         pipeline.clear()
 
@@ -69,7 +68,6 @@ _common: WeakKeyDictionary[ServerState, SharedState] = WeakKeyDictionary()
 
 
 def limit_connections(most: int) -> None:
-    """Sets how many connections a server may have."""
     global max_connections
     max_connections = most
 
@@ -122,7 +120,7 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
     _sent = False  # the client has sent something
     _unparsed: bytes = b""  # the latest read
     _upgrading = False  # the latest head asks for another protocol
-    _behind = False  # the latest read began with another request's end, which is no part of the head
+    _behind = False  # the latest read began with the end of another request, which does not count
     _dropped = False  # requests that waited for their turn are not answered
     active: RequestResponseCycle | None = None  # the request that is answered; `cycle` is the latest that was read
     transport: LingeringTransport  # type: ignore[assignment]
@@ -151,7 +149,7 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
         self._common.forget(self.pipeline)
         self.transport.ended()
         self.resume_writing()
-        if self.active is not None and not self.active.response_complete:  # uvicorn tells the latest request only
+        if self.active is not None and not self.active.response_complete:  # uvicorn informs only the latest request
             self.active.disconnected = True
             self.active.message_event.set()
         super().connection_lost(exc)
@@ -238,7 +236,7 @@ class BoundedProtocol(HttpToolsProtocol, asyncio.BufferedProtocol):
                 raise TooManyPipelined
 
     def on_chunk_header(self) -> None:
-        self._head = -MAX_READ  # after the last chunk there may be headers; what was read with it may be all body
+        self._head = -MAX_READ  # after the last chunk there may be headers; the read may be all body
 
     def on_body(self, body: bytes) -> None:
         self._head = None

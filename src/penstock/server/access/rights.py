@@ -11,8 +11,8 @@ from penstock.server.access.accounts import Account
 class Right(Enum):
     """Names the right that a request needs in addition to a valid key."""
 
-    READ = auto()  # nothing: the route changes nothing, and tells what the key may know
-    MONITOR = auto()  # a key made with --monitor or --admin: the route tells of all keys and models
+    READ = auto()  # nothing: the route changes nothing, and shows only data that the key may see
+    MONITOR = auto()  # a key made with --monitor or --admin: the route shows all keys and models
     USE = auto()  # no foreign web page: the route may load a model, computes, or changes what belongs to its owner
     ADMIN = auto()  # the same, and a key made with --admin: the route changes what every request finds
 

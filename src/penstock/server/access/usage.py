@@ -69,7 +69,6 @@ class KeyUsage(NamedTuple):
     day: str = ""  # empty: all days together
 
     def plus(self, other: KeyUsage) -> KeyUsage:
-        """Returns the sum of two, for the key, model and day of this one."""
         return self._replace(
             requests=self.requests + other.requests,
             prompt=self.prompt + other.prompt,
@@ -80,8 +79,8 @@ class KeyUsage(NamedTuple):
 
 
 def parse_price(text: str) -> tuple[str, Price]:
-    """Parses MODEL=IN,OUT[,CACHED] into the model and its price; raises ConfigError if it is malformed. Without a
-    price of their own, cached tokens cost what others do."""
+    """Parses MODEL=IN,OUT[,CACHED] into the model and its price; raises ConfigError if it is malformed. CACHED defaults
+    to IN."""
     model, _, numbers = text.rpartition("=")
     try:
         values = [float(number) for number in numbers.split(",")]
@@ -201,7 +200,6 @@ def read_usage(path: Path, key: str | None = None, since: date | None = None) ->
 
 
 def by_key_and_model(rows: Sequence[KeyUsage]) -> list[KeyUsage]:
-    """Returns the usage of all days together."""
     sums: dict[tuple[str, str], KeyUsage] = {}
     for row in rows:
         place = row.key, row.model

@@ -1,7 +1,7 @@
 """Adds up the work ahead of a request: prompts without a first token, in the order in which the engine's policy begins
 them.
 
-Everything here is pure: it has no clock. Times come in as arguments.
+Everything here is pure: times come in as arguments.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Work(NamedTuple):
     """Is what an engine has to do until requests have their first tokens."""
 
     tokens: float = 0.0  # prompt tokens to compute
-    pairs: float = 0.0  # of one such token and an earlier one, for attention
+    pairs: float = 0.0  # pairs of such a token and an earlier one, for attention
     requests: int = 0
 
     def plus(self, other: Work) -> Work:
@@ -52,7 +52,7 @@ class WaitingLine:
         self._places: list[Place] = []
         self._tokens: list[float] = []  # sums over a part of a list are fast
         self._pairs: list[float] = []
-        self._sent: dict[int, dict[Place, tuple[Work, object]]] = {}  # by the identity of the sender, who stays alive
+        self._sent: dict[int, dict[Place, tuple[Work, object]]] = {}  # keys identify senders, which stay alive
 
     def __len__(self) -> int:
         return len(self._places)
@@ -74,7 +74,6 @@ class WaitingLine:
         return Work(sum(self._tokens), sum(self._pairs), len(self._places))
 
     def ahead(self, sender: object, place: Place, now: float) -> Work:
-        """Returns the work ahead of a place, except for one sender's."""
         earliest = _earliest(place, now)
         begin = bisect_left(self._places, (earliest,))
         end = max(bisect_right(self._places, place), begin)
@@ -95,13 +94,11 @@ class WaitingLines:
         return bool(self._lines)
 
     def join(self, request: Request, sender: object, place: Place, work: Work) -> None:
-        """Counts a request that waits from now on."""
         line = self._lines.setdefault(_line_of(request), WaitingLine())
         line.weight = request.claim.weight
         line.add(sender, place, work)
 
     def leave(self, request: Request, sender: object, place: Place) -> None:
-        """Takes a request out again."""
         line = self._lines[_line_of(request)]
         line.remove(sender, place)
         if not line:
@@ -122,7 +119,7 @@ class WaitingLines:
 
 
 def _earliest(place: Place, now: float) -> float:
-    """Returns the earliest due of those that go before a place: what is late lets those pass that can be in time."""
+    """Returns the earliest due time ahead of a place. Overdue requests let those pass that can be in time."""
     return now if place.due < inf else 0.0
 
 

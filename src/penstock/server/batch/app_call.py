@@ -52,7 +52,7 @@ async def call_app(app: ASGIApp, context: RequestContext, path: str, body: bytes
     except Exception:
         if not sent:
             raise
-        log.exception("request %s, made by the server itself, failed", context.id)  # its answer says so, too
+        log.exception("request %s, made by the server itself, failed", context.id)  # its answer reports that, too
     finally:
         context.end()
     begun, *parts = sent

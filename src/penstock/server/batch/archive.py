@@ -174,7 +174,6 @@ class Archive:
             raise
 
     async def remove(self, ids: list[str]) -> None:
-        """Deletes the contents of files whose records are gone."""
         for id in ids:
             await in_thread(self._contents, partial(self.path(id).unlink, missing_ok=True))
 

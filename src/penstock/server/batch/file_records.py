@@ -1,7 +1,7 @@
 """Reads and writes the records of files. Each function is a transaction of the archive, or part of one.
 
-A tenant is the name of an API key or what a trusted proxy names, and finds its own files and batches only. None finds
-those of all: the server has neither, or asks for itself.
+A tenant is the name of an API key or a name from a trusted proxy, and finds only its own files and batches. None finds
+all: the server has no tenants, or asks for itself.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ListPage(NamedTuple):
     order: Order = "desc"
 
 
-OWN = "(? IS NULL OR {} = ?)"  # a condition that holds for what is a tenant's own
+OWN = "(? IS NULL OR {} = ?)"  # a condition that selects a tenant's own rows
 
 
 class FileRoom(NamedTuple):
@@ -79,7 +79,6 @@ def room(db: Connection, tenant: str | None, space: Space) -> FileRoom:
 
 
 def usage(db: Connection, tenant: str | None = None) -> tuple[int, int]:
-    """Returns the bytes and the number of a tenant's files."""
     sql = f"SELECT COALESCE(SUM(bytes), 0), COUNT(*) FROM files WHERE {OWN.format('tenant')}"
     bytes, count = db.execute(sql, (tenant, tenant)).fetchone()
     return bytes, count

@@ -75,7 +75,6 @@ def entries(path: Path, endpoint: str, *, lenient: bool = True) -> Iterator[Inpu
 
 
 def body_of(path: Path, start: int, size: int) -> bytes:
-    """Returns the request body of a line, as it was written."""
     with path.open("rb") as file:
         file.seek(start)
         return bytes(msgspec.json.decode(file.read(size), type=LineBody).body)

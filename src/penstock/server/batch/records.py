@@ -88,7 +88,6 @@ class BatchJob(msgspec.Struct, kw_only=True):
 
     @property
     def ending(self) -> str:
-        """Returns the status it ends with once its files are written."""
         return "cancelled" if self.cancelling_at else "expired" if self.expired_at else "completed"
 
     def to(self, status: str) -> None:

@@ -56,8 +56,8 @@ log = logging.getLogger(__name__)
 
 
 class BatchRunner:
-    """Runs all batches. `accounts` are those of API keys, if there are keys: a batch is charged to the key that made
-    it. `lenient` is whether unknown fields of lines are ignored."""
+    """Runs all batches. A batch is charged to the key that made it, from `accounts`, if there are keys. If `lenient`,
+    unknown fields of lines are ignored."""
 
     def __init__(
         self,
@@ -73,8 +73,8 @@ class BatchRunner:
         self._accounts = accounts
         self._lenient = lenient
         self._terms = terms
-        self._runs: dict[str, asyncio.Task[None]] = {}  # by batch
-        self._works: dict[str, asyncio.Task[None]] = {}  # by batch: the part of its run that a cancel stops
+        self._runs: dict[str, asyncio.Task[None]] = {}  # keys are batch ids
+        self._works: dict[str, asyncio.Task[None]] = {}  # keys are batch ids: the part of a run that a cancel stops
 
     @asynccontextmanager
     async def running(self, app: ASGIApp) -> AsyncIterator[None]:

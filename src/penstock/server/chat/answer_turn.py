@@ -29,8 +29,7 @@ class AnswerTurn(Protocol):
 class AnswerExplanation(Protocol):
     """Collects the `penstock` object of an answer."""
 
-    def end(self, choice: int, delta: Delta) -> None:
-        """Takes a choice's last delta."""
+    def end(self, choice: int, delta: Delta) -> None: ...
 
     def report(self, order: Iterable[int] | None = None) -> AnswerReport | UnsetType:
         """Returns the report once every choice has ended, unless there is nothing that it must contain."""

@@ -54,7 +54,6 @@ class ChatTurn:
         return parts
 
     def calls(self, choice: int = 0) -> int:
-        """Returns how many tools the choice has called so far."""
         parser = self._parsers[choice]
         return 0 if parser is None else parser.calls
 

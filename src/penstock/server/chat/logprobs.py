@@ -44,7 +44,6 @@ def _spelled(tokenizer: Tokenizer, token: int, logprob: float, as_ids: bool) -> 
 
 
 def spelled_id(token: int) -> str:
-    """Returns a token as vLLM spells it by its id."""
     return f"token_id:{token}"
 
 

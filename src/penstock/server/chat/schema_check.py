@@ -18,7 +18,7 @@ from penstock.text.grammar.json_schema import RewrittenSchema, check_enforced, r
 from penstock.text.grammar.schema_validator import first_problem
 from penstock.types import Grammar, Request
 
-TakeDelta = Callable[[int, Delta], None]  # is called with a choice, and what was added to it
+TakeDelta = Callable[[int, Delta], None]  # is called with a choice and its new delta
 Deltas = Callable[[TakeDelta], Coroutine[Any, Any, None]]  # answers, and returns after the last delta; leaving aborts
 
 ATTEMPTS = 3
@@ -39,9 +39,9 @@ async def checked(
     reasoning: tuple[str, str] | None,
     take: TakeDelta,
 ) -> None:
-    """Answers a request with a JSON schema. What the grammar does not enforce is refused if the schema or the server is
-    strict. Otherwise the answer is checked at its end. One that fails is tried again, unless it is streamed; what it
-    failed in the end is listed as ignored."""
+    """Answers a request with a JSON schema. If the grammar cannot enforce all of it, a strict schema or server refuses
+    the request. Otherwise the answer is checked at its end. An invalid answer is tried again, unless it is streamed;
+    the violations of the last try are listed as ignored."""
     rewritten = await _rewritten(context, request)
     request = _with_grammar(request, rewritten)
     if not rewritten.unenforced:
@@ -60,7 +60,7 @@ async def checked(
 class _Attempt:
     """Checks one answer at its end. Its deltas are kept, unless they are taken as they come."""
 
-    last = True  # nothing is tried after it: what it fails is reported
+    last = True  # there is no further try, so violations are reported
     take: TakeDelta | None = None
 
     def __init__(

@@ -7,7 +7,6 @@ from penstock.types import Request
 
 
 def stop_token(delta: Delta) -> int | None:
-    """Returns the token that ended the answer; None if none did."""
     return delta.tokens[-1] if delta.silent else None
 
 

@@ -150,7 +150,7 @@ class _AnswerReader:
             delta = Delta("", finish="stop", report=newest.report if isinstance(newest, Finished) else None)
         request = timer.request
         if isinstance(newest, Tokens) and (request.explain or self._client.weights.updates):
-            self._last = delta  # the engine goes on: it does not know of this end
+            self._last = delta  # the engine still computes: it does not know of this end
             self._client.abort(request.id)
             return False
         self._end(delta)

@@ -49,7 +49,7 @@ def thinking_budget(
 
 def switch_thinking(context: RequestContext, text: Text, wanted: bool, param: str, value: object) -> dict[str, Any]:
     """Returns the template's fields that turn thinking on or off. `param` and its `value` asked for it; they are listed
-    as ignored if the model cannot do what is wanted."""
+    as ignored if the model cannot comply."""
     if text.takes("enable_thinking"):
         return {"enable_thinking": wanted}
     thinks = not text.format.plain(calling=False)

@@ -152,7 +152,6 @@ def for_template(name: str, description: str | None, parameters: dict[str, Any] 
 
 
 def left_out_text(kind: str) -> str:
-    """Returns the text that replaces an unreadable part of a tool's result."""
     return f"[The tool returned a part of type {kind[:40]}, which this text model cannot read. It was left out.]"
 
 
@@ -168,7 +167,6 @@ def template_call(id: str | None, name: str, arguments: dict[str, Any]) -> dict[
 
 
 def read_calls(context: RequestContext, given: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """Returns an assistant's calls as templates take them."""
     return [_call(context, call, f"{where}[{index}]") for index, call in enumerate(given)]
 
 

@@ -41,7 +41,6 @@ class Caller:
         return (self.tenant or UNNAMED) if self.tenants else None
 
     def charge_to(self, account: Account) -> None:
-        """Makes the account pay for this request and own it."""
         self.payer = account
         self.owner = owner_of_key(account.name)
 
@@ -51,8 +50,8 @@ class Caller:
             raise self.payer.forbidden("model", f"use {model!r}, only {', '.join(self.payer.models)}")
 
     def may_see(self, derived: DerivedModel | None) -> bool:
-        """Returns whether a derived model exists for this request: it does for the owner that made it, and for keys
-        whose list of models names it. One that has no owner is everyone's."""
+        """Returns whether a derived model exists for this request: for its owner, and for keys whose list of models
+        names it. A model without an owner is everyone's."""
         if derived is None or self.owner_name is None or derived.key in ("", self.owner_name):
             return True
         return self.payer is not None and derived.name in self.payer.models

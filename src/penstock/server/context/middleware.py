@@ -42,7 +42,6 @@ class ContextMiddleware:
         lenient: bool,
         terms: ServiceTerms,
     ) -> None:
-        """Takes the function that finds the shape of a request's errors."""
         self._app = app
         self._error_shape = error_shape
         self._streams = streams

@@ -35,7 +35,6 @@ class Outcome:
     reason: str = ""  # what the error said
 
     def fail(self, error: PenstockError) -> None:
-        """Records the error that was the answer."""
         self.error, self.reason = error.code, error.message
 
 
@@ -66,7 +65,6 @@ class AnswerNotes:
         self.ignore(f"{where[: where.rindex('[')]}[{kind[:MAX_NAME]}]")
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Returns the headers of the answer that report these notes."""
         headers: list[tuple[bytes, bytes]] = []
         if self.ignored:
             headers.append((IGNORED, _header_text(", ".join(sorted(self.ignored)))))
@@ -85,7 +83,6 @@ class AnswerNotes:
 
     @property
     def resumed_on(self) -> list[str]:
-        """Returns the engines that went on with its answers, in their order."""
         return [placement.replica for _, placement in self.placements if placement.resumed]
 
     def fall_back(self, model: str, to: str, why: str) -> None:

@@ -63,7 +63,6 @@ class RequestContext:
         self._endings.append(call)
 
     def end(self) -> None:
-        """Makes the calls that were registered for the end."""
         while self._endings:
             self._endings.pop()()
 
@@ -101,7 +100,6 @@ class RequestContext:
             self.span.place(id, placement)
 
     def fall_back(self, model: str, to: str, why: str) -> None:
-        """Notes that another model answers instead of the one that was asked for."""
         self.notes.fall_back(model, to, why)
         if self.span is not None:
             self.span.fall_back(model, to, why)
@@ -111,7 +109,6 @@ class RequestContext:
         return self.parents if self.span is None else self.span.headers()
 
     def apply_to(self, request: Request) -> Request:
-        """Returns the engine's request on the terms of this context."""
         return self.service.apply_to(request, self.caller, explain=self.notes.explain)
 
 

@@ -58,9 +58,8 @@ class Service:
         self.targets = Targets(ttft, itl).over(self.targets)
 
     def claim(self, caller: Caller) -> Claim:
-        """Returns what the request may claim of the engine. Time that has passed since its arrival is taken off, of
-        which loading the model counts for a deadline only. In the background there are no targets but those that the
-        request itself states."""
+        """Returns the request's claim on the engine. The time since its arrival is subtracted; the time to load the
+        model counts for a deadline only. Background requests have only the targets that they state."""
         keys = NO_TARGETS if caller.payer is None else caller.payer.targets
         ttft, itl = self.targets if self.background else self.targets.over(keys).over(self.terms.targets)
         waited = monotonic() - self.arrived
@@ -89,7 +88,6 @@ class Service:
         return not self.unshared and (self.terms.durable_salts or not self.salt)
 
     def apply_to(self, request: Request, caller: Caller, *, explain: bool) -> Request:
-        """Returns the engine's request on these terms."""
         return request._replace(
             owner=caller.owner,
             explain=explain,

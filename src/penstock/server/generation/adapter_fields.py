@@ -43,8 +43,8 @@ def choose_adapters(
     named: Sequence[NamedAdapter] | None,
     numbered: Sequence[NumberedAdapter] | None,
 ) -> None:
-    """Has a request computed with the adapters of its fields `adapters` and `lora`, beside those that its model's name
-    stands for. A list without entries asks for none beside those; without both fields the server's choice stays."""
+    """Applies the fields `adapters` and `lora`: the request uses these adapters and those of its model's name. An empty
+    list asks for no more adapters; without both fields the server's choice stays."""
     if named is None and numbered is None:
         return
     uses = [AdapterUse(each.name, each.scale) for each in named or ()]
@@ -53,7 +53,7 @@ def choose_adapters(
 
 
 def with_uses(served: ServedModel, uses: Sequence[AdapterUse], param: str) -> tuple[AdapterUse, ...]:
-    """Adds adapters to those of the model's name; raises if one is unknown or named twice."""
+    """Adds adapters to the ones of the model's name; raises if one is unknown or named twice."""
     for use in uses:
         if use.name not in served.client.adapters:
             known = ", ".join(info.name for info in served.listed_adapters[:8]) or "none"

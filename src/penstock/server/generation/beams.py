@@ -58,7 +58,7 @@ def beam_deltas(
     shown: Collection[int] = (),
 ) -> Deltas:
     """Returns each answer whole, when its search has ended: the best beams of every prompt, the best first. `requests`
-    has as many for each prompt as it has answers."""
+    has one entry for each answer of each prompt."""
     return partial(_search, served, context, requests, fields, continuing, shown)
 
 

@@ -28,7 +28,6 @@ class ChatRefusalPart(msgspec.Struct, forbid_unknown_fields=True):
 def read_content(
     context: RequestContext, content: str | list[dict[str, Any]] | None, role: str, where: str
 ) -> str | None:
-    """Returns the text of a message of this role."""
     if not isinstance(content, list):
         return content
     check_count(content, MAX_PARTS, where)

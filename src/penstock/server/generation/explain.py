@@ -116,7 +116,6 @@ def report_of(context: RequestContext) -> AnswerReport | UnsetType:
 
 
 def _route(context: RequestContext) -> list[str] | UnsetType:
-    """Returns where an answer was sent, and why, if that is to be explained."""
     told = [placement.why for _, placement in context.notes.placements] if context.notes.explain else []
     return told or UNSET
 
@@ -153,7 +152,6 @@ class Explanation:
         self._running = len(requests)
 
     def end(self, choice: int, delta: Delta) -> None:
-        """Takes a choice's last delta."""
         self._running -= 1
         if delta.report is not None:
             self._weights[choice] = delta.report.weights

@@ -87,7 +87,6 @@ def check_options(context: RequestContext, given: dict[str, Any]) -> OllamaOptio
 
 
 def sampling_of(options: OllamaOptions) -> dict[str, Any]:
-    """Returns the sampling settings among the options."""
     named = {name: getattr(options, name) for name in _SAMPLING}
     return {name: value for name, value in named.items() if value is not None} | sampler_settings(options)
 
@@ -100,7 +99,6 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "presence_penalty
 
 
 def read_messages(context: RequestContext, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns messages as chat templates take them."""
     check_count(given, MAX_MESSAGES, "messages")
     return [_message(context, message, f"messages[{index}]") for index, message in enumerate(given)]
 

@@ -20,8 +20,8 @@ class Prediction(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def draft_prediction(served: ServedModel, context: RequestContext, given: Prediction) -> None:
-    """Has a request's prediction drafted, in the tokens of an answer: without BOS, and special tokens are plain text.
-    It is listed as ignored where nothing is drafted."""
+    """Drafts a request's prediction, in the tokens of an answer: without BOS, and with special tokens as plain text.
+    The prediction is listed as ignored if the server does not draft."""
     if not served.draft_tokens or context.service.speculation == 0:
         context.notes.ignore("prediction")
         return
@@ -34,7 +34,8 @@ async def draft_prediction(served: ServedModel, context: RequestContext, given: 
 
 class PredictionTally:
     """Counts which tokens of a prediction appear in an answer, in their order, whether they were drafted or not. After
-    the two diverge, it goes on where the answer is next as the prediction, or has RUN tokens of a later place."""
+    the two diverge, counting resumes where the answer has the prediction's next token, or RUN tokens of a later
+    place."""
 
     RUN = 3
 
@@ -50,7 +51,6 @@ class PredictionTally:
         return len(self._prediction) - self.accepted
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Takes further tokens of the answer."""
         for token in tokens:
             if self._next < len(self._prediction) and token == self._prediction[self._next]:
                 self._reach(self._next, 1)

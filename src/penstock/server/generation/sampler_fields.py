@@ -50,9 +50,9 @@ NO_PENALTIES = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_p
 
 
 def sampler_settings(fields: object) -> dict[str, Any]:
-    """Returns the settings of SamplingParams that a body's SAMPLER_FIELDS ask for: `chain`
-    (only if the usual three cuts cannot do it), `dry`, `repetition_penalty` and `penalty_window`. What is not asked for
-    is left out. What is there replaces settings of the same name: an order without penalties turns these off."""
+    """Returns the settings of SamplingParams for a body's SAMPLER_FIELDS: `chain` (only if the usual three cuts cannot
+    do it), `dry`, `repetition_penalty` and `penalty_window`. Unset fields are left out. The result overrides settings
+    of the same name: an order without penalties turns these off."""
     named = ((name, getattr(fields, name, None)) for name in SAMPLER_FIELDS)
     given = {name: value for name, value in named if value is not None}
     if not given:

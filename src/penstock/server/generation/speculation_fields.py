@@ -20,8 +20,8 @@ def limit_drafts(
     wish: SpeculationWish | None,
     other: tuple[str, int | None] = ("", None),
 ) -> None:
-    """Limits how many tokens a step drafts for a request to what its field `speculation` says. Without it, another
-    dialect's field counts, which `other` has by its name. A limit has no effect where the server drafts nothing."""
+    """Limits the drafted tokens per step and request to the field `speculation`. Without it, another dialect's field
+    counts: `other` has the value and the field's name. A limit has no effect if the server does not draft."""
     param, wanted = ("speculation", wish) if wish is not None else other
     if wanted is None or wanted == "auto":
         return

@@ -30,8 +30,8 @@ class Timings(msgspec.Struct):
 
 
 class Stopwatch:
-    """Measures one choice of an answer from the moment that its request is ready. The engine's report, which knows how
-    long the request was queued, replaces what was measured here."""
+    """Measures one choice of an answer from the moment that its request is ready. The engine's report, which includes
+    the time in the queue, replaces these measurements."""
 
     def __init__(self, request: Request, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -75,7 +75,6 @@ class Stopwatch:
 
 
 def _drafted(report: Report | None) -> tuple[int | UnsetType, int | UnsetType]:
-    """Returns how many tokens were drafted, and how many of them accepted."""
     counts = () if report is None else report.drafts
     drafted = sum(each.drafted for each in counts)
     return (drafted, sum(each.accepted for each in counts)) if drafted else (UNSET, UNSET)

@@ -81,7 +81,6 @@ async def tokenize(served: ServedModel, http: HttpRequest, context: RequestConte
 async def _chat_tokens(
     served: ServedModel, context: RequestContext, body: Tokenize, messages: list[dict[str, Any]]
 ) -> list[int]:
-    """Returns the tokens of a chat: the same as the chat's own route computes."""
     given = PromptFields(
         template=body.chat_template,
         add_generation_prompt=body.add_generation_prompt,

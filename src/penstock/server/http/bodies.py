@@ -1,7 +1,8 @@
 """Reads request bodies into structs, for every dialect.
 
 Each field is read, or dropped because its value has no effect, or ignored and listed in the answer. A strict server
-refuses by name what it would ignore. Content of a conversation is never ignored: what cannot be read is refused.
+names the fields that it would ignore and refuses the request. Content of a conversation is never ignored: unreadable
+content is refused.
 """
 
 from __future__ import annotations
@@ -211,7 +212,6 @@ _NAMED = re.compile(r"^Object (?P<problem>contains unknown|missing required) fie
 
 
 def _refusal(message: str, within: str) -> InvalidRequest:
-    """Returns msgspec's error as ours, with the field that it is about."""
     place = _PLACE.match(message)
     assert place is not None
     where = _path(within, place["where"] or "")

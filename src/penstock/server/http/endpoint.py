@@ -70,7 +70,6 @@ class Dialect(NamedTuple):
     metrics: Mapping[str, str] = {}  # sets of metric names, each with a reference to what makes it
 
     def find(self, reference: str) -> Any:
-        """Returns the object that a reference names."""
         return _find(self.package, reference)
 
     def load(self) -> None:
@@ -86,7 +85,6 @@ class Dialect(NamedTuple):
         return found
 
     async def endpoint(self, entry: AnyRouteEntry, services: Services) -> Callable[..., Awaitable[Response]]:
-        """Returns the function that answers a route's requests."""
         if not isinstance(entry.endpoint, str):
             return entry.endpoint
         module, _, name = entry.endpoint.partition(":")

@@ -35,7 +35,7 @@ STATUSES = {
     "request_timeout": 408,
     "request_too_large": 413,
     "uri_too_long": 414,
-}  # by code of an InvalidRequest
+}  # codes of InvalidRequest with a status other than 400
 
 OPENAI_TYPES = {403: "permission_error", 429: "rate_limit_error"}
 
@@ -119,7 +119,6 @@ OPENAI_ERRORS = ErrorShape(OpenAiErrorBody, _openai)
 
 
 def shape_of(scope: Scope) -> ErrorShape:
-    """Returns how errors are written for a request."""
     find: Callable[[Scope], ErrorShape] | None = scope.get(SHAPES)
     return OPENAI_ERRORS if find is None else find(scope)
 
@@ -129,7 +128,6 @@ def error_response(request: Request, error: PenstockError) -> Response:
 
 
 def respond(request: Request, error: PenstockError, status: int, headers: dict[str, str] | None = None) -> Response:
-    """Returns the error in the request's dialect."""
     context = context_of(request.scope)
     context.notes.outcome.fail(error)
     shape = shape_of(request.scope)

@@ -23,7 +23,6 @@ Sharing = Sequence[tuple[Dialect, AnyRouteEntry]]
 
 
 def share(sharing: Sharing, services: Services) -> RouteEntry:
-    """Returns one route for dialects with the same method and path."""
     first = sharing[0][1]
     for dialect, entry in sharing:
         if not isinstance(entry, RouteEntry) or not entry.fields:

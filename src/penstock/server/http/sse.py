@@ -69,11 +69,9 @@ class AnswerWriter(Protocol):
     def final_chunks(self) -> Iterable[bytes]:
         """Returns the encoded chunks to send after every choice has ended."""
 
-    def collect(self, choice: int, delta: Delta) -> None:
-        """Keeps a delta for `result`."""
+    def collect(self, choice: int, delta: Delta) -> None: ...
 
-    def result(self) -> msgspec.Struct | list[Any]:
-        """Returns the whole answer."""
+    def result(self) -> msgspec.Struct | list[Any]: ...
 
 
 async def reply(
@@ -122,8 +120,8 @@ Chunks = Callable[[ChunkSink], Coroutine[Any, Any, None]]  # writes a stream's c
 
 
 async def _write_chunks(writer: AnswerWriter, deltas: Deltas, framing: Framing, sink: ChunkSink) -> None:
-    """Writes the chunks of an answer, each at the moment when its tokens arrive. An engine does not wait for a client
-    that reads slowly: what is not read yet is bounded by the answer's length."""
+    """Writes the chunks of an answer, each at the moment when its tokens arrive. An engine does not wait for a slow
+    client: the unread part is bounded by the answer's length."""
     frame, put, chunks = framing.frame, sink.put, writer.chunks
 
     def take(choice: int, delta: Delta) -> None:
@@ -192,7 +190,6 @@ class HttpSink:
 
     @property
     def begun(self) -> bool:
-        """Returns whether there was a chunk."""
         return self._open or self._flushing is not None
 
     def put(self, chunk: bytes) -> None:
@@ -229,7 +226,6 @@ class HttpSink:
         await self._send(_part(b"", more=False))
 
     def leave(self) -> None:
-        """Drops what waits."""
         if self._flushing is not None:
             self._flushing.cancel()
 

@@ -1,5 +1,5 @@
-"""Finds the model of the server that a derived model is under another name, and gives it that one's settings: a system
-prompt, messages, a template and parameters. What a request says itself takes precedence."""
+"""Resolves a derived model to the model of the server that it is made from, and applies its settings: a system prompt,
+messages, a template and parameters. The request's own fields take precedence."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ def base_of(entries: Iterable[ModelEntry], derived: DerivedModel) -> ModelEntry 
 
 
 def derive(served: ServedModel, derived: DerivedModel) -> ServedModel:
-    """Returns the model with the name and the settings of one that is derived from it."""
     messages = read_messages(RequestContext(), derived.messages)
     sampling = defaults_in_modelfile(derived.parameters)
     text = with_modelfile(served.text, derived.system, derived.template, messages, sampling)

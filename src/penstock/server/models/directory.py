@@ -1,4 +1,4 @@
-"""Finds the model that a name means, among those of the server and those of other engines."""
+"""Finds the model that a name means, among the server's models and the models of other engines."""
 
 from __future__ import annotations
 
@@ -70,13 +70,11 @@ class ModelDirectory:
         return self.default.name if self._entries or self.foreign is None else "gateway"
 
     def clients(self) -> Iterator[tuple[str, EngineClient]]:
-        """Yields the name and the client of every loaded model."""
         for entry in self._entries.values():
             if entry.served is not None:
                 yield entry.name, entry.served.client
 
     def end_answers(self, reason: str) -> None:
-        """Ends every answer in flight with an error."""
         for _, client in self.clients():
             client.end_answers(reason)
 
@@ -98,14 +96,14 @@ class ModelDirectory:
         return sum(client.hello.limits.max_rows for _, client in self.clients() if client.hello is not None)
 
     def check_health(self) -> None:
-        """Raises if a loaded model has no engine that answers requests now."""
+        """Raises if the engine of a loaded model does not answer requests now."""
         for _, client in self.clients():
             if client.state is not EngineState.READY:
                 raise EngineUnavailable(client.unavailable_reason)
 
     def find(self, name: str) -> ModelEntry | None:
         """Returns the model of this name, the one with an adapter so named, the one that the name stands for, or the
-        one that it is derived from. What is not loaded is looked for among the models that are there now."""
+        one that it is derived from. If it is not loaded, the list of models is refreshed first."""
         entry = self._find(name)
         if entry is None or entry.served is None:
             self.refresh()

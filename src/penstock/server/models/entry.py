@@ -21,7 +21,7 @@ class ModelState(StrEnum):
     STORED = "stored"  # only its files are there
     LOADING = "loading"
     AWAKE = "awake"
-    ASLEEP = "asleep"  # it was told to give its memory back, and wakes when it is asked for; its engine may stay
+    ASLEEP = "asleep"  # it has given its memory back, and wakes when it is asked for; its engine may stay
     UNLOADING = "unloading"
 
 
@@ -55,8 +55,8 @@ class ModelEntry:
 
     @property
     def bytes(self) -> int:
-        """Returns what it takes now: weights, KV cache and the adapters that are in memory. What is left while it
-        sleeps is known without its adapters."""
+        """Returns the memory that it takes now: weights, KV cache and loaded adapters. While it sleeps, adapters do not
+        count."""
         adapters = self.awake is not None and self.awake.client.stats.adapter_bytes
         return self.reserved + adapters
 
@@ -67,7 +67,6 @@ class ModelEntry:
 
     @property
     def listed_adapters(self) -> list[AdapterInfo | AdapterOption]:
-        """Returns the adapters that clients can list, in the order of their registration."""
         return [adapter for name, adapter in self.adapters.items() if not name.startswith(UNLISTED)]
 
     @property
@@ -86,7 +85,6 @@ class ModelEntry:
 
     @property
     def awake(self) -> ServedModel | None:
-        """Returns the model, if requests can use it now."""
         return self.served if self.state is ModelState.AWAKE else None
 
     @property

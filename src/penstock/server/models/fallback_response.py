@@ -26,12 +26,12 @@ Answer = Callable[[str | None], Awaitable[Response]]
 
 
 class FallbackResponse(Response):
-    """Asks one model after another until one begins to answer. If none does, the error is that of the first: what a
-    client hears of a model is what the model itself has to say."""
+    """Asks one model after another until one begins to answer. If all fail, the error is the first model's: clients see
+    an error of the model that they asked for."""
 
     def __init__(self, models: Sequence[str], answer: Answer, context: RequestContext, metrics: Metrics) -> None:
-        """Takes the model that the request means, its fallbacks, and what answers by one of these or, with None, as the
-        request says."""
+        """Takes the requested model and its fallbacks. `answer` answers by a named model or, with None, as the request
+        asks."""
         self._models = models
         self._answer = answer
         self._context = context

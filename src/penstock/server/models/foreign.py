@@ -35,14 +35,11 @@ class ForeignModels(Protocol):
     def find(self, name: str | None) -> str | None:
         """Returns the model that a name means, or no name; None: none of these."""
 
-    def models(self) -> list[ForeignModel]:
-        """Returns the models that clients may ask for."""
+    def models(self) -> list[ForeignModel]: ...
 
-    def engines(self) -> list[dict[str, Any]]:
-        """Returns the entries of all engines in /health."""
+    def engines(self) -> list[dict[str, Any]]: ...
 
-    def collect(self) -> Iterable[Metric]:
-        """Returns metrics of the engines."""
+    def collect(self) -> Iterable[Metric]: ...
 
     async def answer(self, model: str, http: Request, context: RequestContext) -> Response:
         """Answers a request for one of these models, on any route."""

@@ -1,6 +1,6 @@
 """Decides which loaded models make room for others. It is pure: time and sizes come in as numbers.
 
-What a model takes is one number: its weights, its KV cache, its adapters and whatever else its engine keeps.
+A model's size is one number: its weights, its KV cache, its adapters and its engine's other memory.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ Decision = Unload | Wait | Refuse
 
 
 def make_room(name: str, needed: int, loaded: Sequence[Loaded], budget: Budget) -> Decision:
-    """Returns how a model that needs so many bytes gets them: idle models are unloaded, those first that were not used
-    for the longest time; busy ones are waited for; pinned ones stay."""
+    """Returns how a model gets `needed` bytes: idle models are unloaded, the least recently used first; busy ones are
+    waited for; pinned ones stay."""
     if needed > budget.bytes:
         return Refuse(f"{name} needs {_size(needed)} and all models together may take {_size(budget.bytes)}")
     pinned = [model for model in loaded if model.pinned]

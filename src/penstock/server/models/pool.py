@@ -1,7 +1,7 @@
 """Loads models when they are asked for, and unloads those that must make room or that nobody uses.
 
-A request uses one model from its beginning to its end (`use`). Requests for a model that is being loaded wait for the
-one load; a model that must wait for memory waits alone. Every model has an engine process of its own.
+A request uses one model from its beginning to its end (`use`). Requests for a model that is being loaded share one
+load; a model that waits for memory does not delay others. Every model has an engine process of its own.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ class ModelPool:
     # -- using -------------------------------------------------------------------------------------------------------
 
     async def use(self, name: str | None, context: RequestContext) -> ServedModel:
-        """Returns a request's model, loaded; it stays so until the context ends. A name that no model has means the
-        default one, if that is loaded: the dialect says what it thinks of the name."""
+        """Returns a request's model, loaded; it stays so until the context ends. An unknown name means the default
+        model, if that is loaded: the dialect decides whether to accept the name."""
         if not name and self.models.default.served is None:
             self.models.refresh()
         context.unknown_model = partial(unknown_model, self.models, context)
@@ -173,7 +173,6 @@ class ModelPool:
         self._notify()
 
     async def _idle(self, name: str) -> ModelEntry:
-        """Returns a model once it has nothing to do."""
         entry = self.models.get(name)
         if entry.loading is not None:
             await asyncio.wait({entry.loading})
@@ -182,7 +181,6 @@ class ModelPool:
         return entry
 
     async def close(self) -> None:
-        """Unloads everything, also models in use."""
         tasks = [task for task in (self._reaper, *(entry.loading for entry in self.models.entries)) if task is not None]
         for task in tasks:
             task.cancel()
@@ -313,19 +311,18 @@ class ModelPool:
             await self._change(None if nearest == FOR_EVER else max(nearest - now, POLL_SECONDS))
 
     async def _change(self, seconds: float | None) -> None:
-        """Waits for the next change, or at most so long."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
 
     def _notify(self) -> None:
-        """Wakes all who wait for a change."""
         self._changed.set()
         self._changed = asyncio.Event()
 
 
 async def _open(entry: ModelEntry, yielding: bool) -> tuple[EngineClient, Text]:
-    """Starts a model's engine, which yields to those of others if they compute, and loads its tokenizer meanwhile."""
+    """Starts a model's engine and loads its tokenizer meanwhile. If `yielding`, the engine yields to others that
+    compute."""
     client = entry.source.make_client()
     loading = asyncio.create_task(asyncio.to_thread(entry.source.load_text))
     try:

@@ -36,8 +36,8 @@ class RequestPaths(NamedTuple):
 
 
 def request_paths(folders: list[str], host: str, keyless: bool) -> RequestPaths:
-    """Returns the paths that requests may name by default if no folder is given: all of them where the server listens
-    for this machine alone or asks for keys, and none where strangers may reach it."""
+    """Returns the paths that requests may name. Without a given folder, all are allowed if the server listens on
+    loopback only or asks for keys, and none if strangers may reach it."""
     if folders or (keyless and not _is_loopback(host)):
         return RequestPaths(tuple(Path(folder).expanduser().resolve() for folder in folders))
     return RequestPaths()

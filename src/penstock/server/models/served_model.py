@@ -23,7 +23,7 @@ from penstock.types import AdapterInfo, AdapterUse, Limits, Request, SamplingPar
 T = TypeVar("T")
 TakeTokens = Callable[[Sequence[int], int], None]  # called with a step's tokens, and how many of the prompt were cached
 
-CLIENTS_NAMES = (  # patterns of names that clients insist on; the last three are those of TGI's and SGLang's clients
+CLIENTS_NAMES = (  # patterns of names that clients insist on; the last three are for TGI's and SGLang's clients
     "claude*", "gpt-*", "chatgpt*", "codex*", "o[0-9]*", "tgi", "dummy", "default",
 )  # fmt: skip
 UNLISTED = "file "  # begins the names of adapters that only a derived model's settings name
@@ -112,7 +112,6 @@ class ServedModel(NamedTuple):
 
     @property
     def listed_adapters(self) -> list[AdapterInfo]:
-        """Returns the adapters that clients can list, in the order of their registration."""
         return [info for name, info in self.client.adapters.items() if not name.startswith(UNLISTED)]
 
     def stands_for_it(self, name: str) -> bool:

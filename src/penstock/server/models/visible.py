@@ -22,7 +22,6 @@ MOST_NAMED = 10  # models in an error
 
 
 def may_see(context: RequestContext | None, entry: ModelEntry) -> bool:
-    """Returns whether the request's owner may know of a model."""
     return context is None or (may_use(context, entry.name) and context.caller.may_see(entry.source.derived))
 
 
@@ -32,7 +31,6 @@ def may_use(context: RequestContext | None, name: str) -> bool:
 
 
 def visible_names(models: ModelDirectory, context: RequestContext | None) -> list[str]:
-    """Returns the names that a request can ask for."""
     own = [name for name, entry in models.listed() if may_see(context, entry)]
     foreign = [] if models.foreign is None else models.foreign.models()
     return list(dict.fromkeys([*own, *(model.name for model in foreign if may_use(context, model.name))]))

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 async def client_of(pool: ModelPool, context: RequestContext, model: str | None) -> EngineClient:
-    """Returns the engine of a model, which is loaded for it; without a name it is that of the default one."""
+    """Loads a model, the default one without a name, and returns its engine."""
     served = await pool.use(model, context)
     served.check_model(model, context)
     return served.client

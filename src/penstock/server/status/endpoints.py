@@ -24,7 +24,7 @@ from penstock.types import Hello
 
 async def list_models(pool: ModelPool, _: Request, context: RequestContext) -> Response:
     """Returns one object for both SDKs that read this route: OpenAI's and Anthropic's read the fields they know.
-    Aliases that the server was started with are listed beside the models' own names, unless they have wildcards."""
+    Aliases given at startup are listed after the models' own names, unless they have wildcards."""
     data = [model for _, model in listed(pool, context)] + _foreign(pool, context)
     page = {"has_more": False, "first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"has_more": False}
     return json_response({"object": "list", "data": data} | page)
@@ -52,7 +52,6 @@ async def show_model(pool: ModelPool, request: Request, context: RequestContext)
 
 
 def _foreign(pool: ModelPool, context: RequestContext) -> list[dict[str, Any]]:
-    """Returns the models of other engines that the request's key may use, as they are listed."""
     models = [] if pool.foreign is None else pool.foreign.models()
     own = {name for name, _ in pool.models.listed()}
     return [
@@ -73,9 +72,9 @@ async def hello(_: ModelPool, __: Request, ___: RequestContext) -> Response:
 
 
 async def health(pool: ModelPool, http: Request, context: RequestContext) -> Response:
-    """Tells of the default model's engine or, in a fleet, of its `replicas`; of other `engines`; and in `models` of all
-    models that the request may know of. Without the key that others need it tells the status alone. With `generate=1`,
-    which needs a key, it has every engine that is awake generate a token first."""
+    """Reports on the default model's engine or, in a fleet, on its `replicas`; on other `engines`; and in `models` on
+    all models that the request may see. Without a required key it returns only the status. With `generate=1`, which
+    needs a key, every awake engine first generates a token."""
     pool.models.refresh()
     if generate := wants_generation(http.scope):
         check_right(Right.USE, "generate=1", context.caller.payer, context.caller.page)
@@ -120,7 +119,6 @@ async def show_metrics(pool: ModelPool, _: Request, __: RequestContext) -> Respo
 
 
 def state_of(entry: ModelEntry) -> dict[str, Any]:
-    """Returns the public state of a model, loaded or not."""
     hello = entry.served.client.hello if entry.served else None
     told = {"name": entry.name, "state": str(entry.state), "pid": hello.pid if hello else None, "bytes": entry.bytes}
     told |= {"host_bytes": entry.host_bytes} if entry.host_bytes else {}
@@ -164,8 +162,7 @@ def _listed_as(pool: ModelPool, name: str, owner: str) -> dict[str, Any]:
 
 
 def model_fields(entry: ModelEntry, created: int) -> dict[str, Any]:
-    """Returns the fields that vLLM adds to an entry of /v1/models. The length is null while there is no engine to
-    ask."""
+    """Returns the fields that vLLM adds to an entry of /v1/models. The length is null while no engine runs."""
     hello = entry.served.client.hello if entry.served else None
     return {
         "root": entry.name,

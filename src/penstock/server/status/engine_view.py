@@ -1,8 +1,9 @@
 """Serves GET /engine: the state of the engines and the timing of recent requests, for the page at /.
 
-It tells nothing of what requests say. A key sees its own requests, and one made with --admin sees all. So does a tenant
-that a trusted proxy names, and who is known by nothing sees all. The figures of the engines are the same for everyone,
-as those of /metrics are."""
+It shows no content of requests. A key sees its own requests, and one made with --admin sees all. A tenant named by a
+trusted proxy sees its own; without keys and tenants, everyone sees all. The engines' figures are the same for everyone,
+like /metrics.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +89,6 @@ def _live(timer: RequestTimer) -> LiveRequest:
 
 
 def _model(entry: ModelEntry) -> dict[str, Any]:
-    """Returns a model's state and, while it is loaded, its engine's limits and last steps."""
     client: EngineClient | None = entry.served.client if entry.served else None
     told = state_of(entry) | {"steps": [] if client is None else list(client.recent_steps)}
     if client is not None and client.hello is not None:
@@ -103,7 +103,6 @@ def _blocks(stats: Stats) -> dict[str, int]:
 
 
 def _figures(stats: Stats) -> dict[str, Any]:
-    """Returns the statistics of all engines that the page shows."""
     names = ("running", "waiting", "steps", "busy_seconds", "prompt_tokens", "cached_tokens", "generated_tokens")
     told: dict[str, Any] = {name: getattr(stats, name) for name in (*names, "computed_tokens", "preemptions")}
     told |= {"kv_blocks": _blocks(stats), "reused_tokens": dict(stats.reused)}

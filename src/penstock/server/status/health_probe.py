@@ -28,8 +28,8 @@ class ProbeResult(NamedTuple):
 
 
 class GenerateProbes:
-    """Has engines generate a token. There is one probe of an engine at a time, for all who ask meanwhile and for a
-    second after it."""
+    """Probes engines by generating a token. An engine has one probe at a time, whose result serves all callers
+    meanwhile and for a second after it."""
 
     def __init__(self) -> None:
         self._probes: WeakKeyDictionary[EngineClient, asyncio.Task[ProbeResult]] = WeakKeyDictionary()
@@ -65,8 +65,8 @@ async def _probe(client: EngineClient) -> ProbeResult:
 
 
 async def _generate(client: EngineClient) -> str:
-    """Has an engine generate one token, or make an embedding if it makes those, before all else that waits. Returns why
-    it has not; nothing if it has."""
+    """Generates one token, or an embedding if the model makes those, before all waiting requests. Returns the reason of
+    a failure, or ""."""
     limits = client.hello.limits if client.hello is not None else None
     pooling = "" if limits is None or limits.generates else limits.pooling
     request = Request(

@@ -1,7 +1,7 @@
 """Keeps stored answers on disk, so that they outlive their server: --keep-answers.
 
-Memory answers every question. What it stores and drops is written behind it, in the same order, and is read once, when
-a server starts. A process that is killed loses the writes of its last moments at most.
+Memory answers every query. Changes are written to disk later, in the same order, and are read once, when a server
+starts. A process that is killed loses the writes of its last moments at most.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class LastingAnswers(Generic[S]):
         self._logged = ""  # the last failure, until a write succeeds
 
     async def load(self) -> list[S]:
-        """Returns what earlier servers have kept, oldest first. What another version has written in another form is
-        left alone."""
+        """Returns the answers that earlier servers have kept, oldest first. Records in another version's form are
+        skipped and stay on disk."""
         answers, unread = list[S](), list[str]()
         for record in await self._archive.do(load, self._kind):
             try:
@@ -69,7 +69,6 @@ class LastingAnswers(Generic[S]):
             await asyncio.wait(set(self._writing))
 
     async def close(self) -> None:
-        """Returns when all is written."""
         while self._writing:
             await asyncio.wait(self._writing)
 
@@ -94,7 +93,6 @@ PLACE = "kind = ? AND id = ? AND tenant IS ?"  # clients may choose ids, so that
 
 
 def save(db: Connection, kind: str, record: AnswerRecord) -> None:
-    """Stores an answer, or its current state in its old place."""
     body, place = record.body, (kind, record.id, record.tenant)
     if not db.execute(f"UPDATE answers SET body = ? WHERE {PLACE}", (body, *place)).rowcount:
         db.execute("INSERT INTO answers (kind, id, tenant, body) VALUES (?, ?, ?, ?)", (*place, body))

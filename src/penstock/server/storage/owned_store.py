@@ -1,9 +1,8 @@
-"""Stores answers for clients, in memory and with --keep-answers on disk too, with limits on their number and
-size.
+"""Stores answers for clients, in memory and with --keep-answers on disk too, with limits on their number and size.
 
-Everything belongs to an owner and exists for that one alone. Each owner has limits, and all together have limits. An
-owner who exceeds its own loses its least recently used answers. If all together exceed theirs, the owner with the most
-does: so nobody drops the answers of an owner who has less. What is still being made is not dropped.
+Only its owner can find an answer. Each owner has limits, and all together have limits. An owner who exceeds its own
+loses its least recently used answers. If all together exceed theirs, the owner with the most does: so nobody drops the
+answers of an owner who has less. Unfinished answers are not dropped.
 """
 
 from __future__ import annotations
@@ -24,16 +23,14 @@ class StoredAnswer(Protocol):
     """Is an answer that can be stored."""
 
     @property
-    def id(self) -> str:
-        """Returns the name that its client knows it by."""
+    def id(self) -> str: ...
 
     @property
     def tenant(self) -> str | None:
         """Returns whose it is: see RequestContext.owner_name."""
 
     @property
-    def running(self) -> bool:
-        """Returns whether it is still being made."""
+    def running(self) -> bool: ...
 
     @property
     def size(self) -> int:
@@ -92,7 +89,6 @@ class OwnedStore(Generic[S]):
             await self._lasting.close()
 
     def put(self, stored: S) -> None:
-        """Stores an answer, or its current state if it is stored already."""
         if self._lasting is not None:
             self._lasting.save(stored)
         self._keep(stored)

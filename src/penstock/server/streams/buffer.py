@@ -39,11 +39,10 @@ class EventBuffer:
 
     @property
     def readers(self) -> int:
-        """Returns how many follow it."""
         return len(self._readers)
 
     def append(self, event: bytes) -> None:
-        """Adds an event. If there is no room, the oldest events are dropped. After the end nothing is added."""
+        """Adds an event, and drops the oldest ones if it does not fit. After the end nothing is added."""
         if self.ended:
             return
         while self._full(len(event)):
@@ -54,8 +53,8 @@ class EventBuffer:
         self._notify()
 
     async def add(self, event: bytes) -> None:
-        """Adds an event when there is room. Events make room that all readers have had; without any reader, none does,
-        because the one that comes back may have lost what was sent last."""
+        """Adds an event when there is room. Events make room once all readers have them. Without readers none does,
+        because a client that reconnects may have lost the latest ones."""
         while self._full(len(event)):
             if self._readers and min(self._readers.values()) > self.first:
                 self._drop_oldest()
@@ -85,7 +84,7 @@ class EventBuffer:
             self._notify()
 
     def check(self, after: int) -> None:
-        """Raises Gone if the event after the one with this number is no longer kept."""
+        """Raises Gone if the event after the one with this number was dropped."""
         if after + 1 < self.first:
             raise Gone(
                 f"the stream's events {after + 1} to {self.first - 1} are no longer kept: read on after event "
@@ -113,6 +112,5 @@ class EventBuffer:
         self._budget.used += size
 
     def _notify(self) -> None:
-        """Wakes all who wait for a change."""
         self._changed.set()
         self._changed.clear()

@@ -66,8 +66,8 @@ async def sent_again(streams: KeptStreams, http: HttpRequest, context: RequestCo
 
 
 def read_on(streams: KeptStreams, context: RequestContext, stream: KeptStream, after: int) -> Response:
-    """Returns a stream's events after the one with this number. If there are none and will be none, the status is 204:
-    that tells a client that reconnects by itself to stop."""
+    """Returns a stream's events after the one with this number. After the last event the status is 204, so that clients
+    stop reconnecting."""
     last = stream.buffer.count - 1
     if after > last:
         raise InvalidRequest(

@@ -1,7 +1,7 @@
 """Keeps the streams of requests that ask for it: such a stream continues when its client loses the connection, and the
 client can resume reading.
 
-Nobody can wait for ever, and nobody can fill the memory: a stream that has no reader for some seconds is ended, its
+Nobody can wait for ever, and nobody can fill the memory: a stream is ended after some seconds without a reader, its
 events have a limit, and all streams together have one.
 """
 
@@ -53,7 +53,7 @@ class KeptStream:
 
     def __init__(self, id: str, tenant: str | None, framing: Framing, buffer: EventBuffer) -> None:
         self.id = id
-        self.tenant = tenant  # the API key that it belongs to; None: there are no keys
+        self.tenant = tenant  # the API key that it belongs to; None: without keys
         self.framing = framing
         self.buffer = buffer
         self.error: Exception | None = None  # the error that ended it
@@ -61,7 +61,7 @@ class KeptStream:
         self.begun = False  # something of it was sent
         self.task: asyncio.Task[None] | None = None
         self.left_at = 0.0  # when the last reader left, by the loop's clock
-        self.timer: asyncio.TimerHandle | None = None  # runs while it has no reader
+        self.timer: asyncio.TimerHandle | None = None  # runs while it lacks a reader
 
     async def follow(self, after: int) -> AsyncGenerator[bytes, None]:
         """Yields its events after the one with this number. Raises what went wrong before there was any."""
@@ -90,7 +90,6 @@ def numbered(stream: str, number: int, event: bytes) -> bytes:
 
 
 def gone(id: str, reason: str) -> Gone:
-    """Returns the error for a stream that was kept."""
     return Gone(f"the stream {id!r} is no longer kept, because {reason}: send the request again")
 
 
@@ -131,7 +130,7 @@ class KeptStreams:
         raise NotFound(f"there is no stream {id[:100]!r} here: it was not kept, or is another owner's")
 
     def resume(self, context: RequestContext, stream: KeptStream, after: int) -> StreamResponse:
-        """Returns a stream's events after the one with this number; raises Gone if they are no longer kept."""
+        """Returns a stream's events after the one with this number; raises Gone if they were dropped."""
         stream.buffer.check(after)
         self._counts["resumed"] += 1
         return self._response(context, stream, after)
@@ -226,7 +225,7 @@ class KeptStreams:
         return min(unread, key=lambda each: (-held[each.tenant], not each.buffer.ended, each.left_at), default=None)
 
     def _leave(self, stream: KeptStream) -> None:
-        """Notes that a stream has no reader, and ends it if none comes back in time."""
+        """Records that the last reader has left; ends the stream unless one returns in time."""
         if self._streams.get(stream.id) is not stream:
             return
         loop = asyncio.get_running_loop()
@@ -234,7 +233,6 @@ class KeptStreams:
         stream.timer = loop.call_later(self.limits.seconds, self._drop, stream, EXPIRED)
 
     def _drop(self, stream: KeptStream, reason: str) -> None:
-        """Ends a stream and forgets it, except for the reason."""
         if self._streams.pop(stream.id, None) is None:
             return
         if stream.timer is not None:

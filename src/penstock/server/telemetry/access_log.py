@@ -136,7 +136,7 @@ class AccessLog:
                 fields = _fields(context, status, began, ended)
                 if (
                     level >= logging.WARNING and context.notes.outcome.reason
-                ):  # of others, it may quote what a client sent
+                ):  # below WARNING the reason may quote the client
                     fields["reason"] = _one_line(context.notes.outcome.reason)[:MAX_REASON]
                 if self._prompts and context.body:
                     fields["body"] = context.body.decode(errors="replace")[:MAX_BODY]
@@ -162,7 +162,6 @@ def _count(context: RequestContext, finished: FinishedRequest) -> None:
 
 
 def _fields(context: RequestContext, status: int, began: float, ended: float) -> dict[str, Any]:
-    """Returns the fields of a request's log line. Those that do not apply are left out."""
     outcome, fields = context.notes.outcome, dict[str, Any]()
     fields |= {"status": status, "seconds": round(ended - began, 4), "id": context.id}
     fields |= {"model": context.notes.model} if context.notes.model else {}

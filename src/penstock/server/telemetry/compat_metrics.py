@@ -138,7 +138,6 @@ def by_state(metric: Metric) -> dict[str, float]:
 
 
 def total(metric: Metric) -> float:
-    """Returns the sum of a histogram's observations."""
     return next(sample.value for sample in metric.samples if sample.name.endswith("_sum"))
 
 

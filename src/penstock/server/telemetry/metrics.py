@@ -26,7 +26,7 @@ from penstock.server.telemetry.fleet_metrics import FleetCollector
 from penstock.server.telemetry.peer_metrics import peer_metrics
 from penstock.types import STEP_SIZES, DiskCounts, DraftCounts, PeerCounts, Report, Request, Stats, add_drafts
 
-# Bucket bounds in seconds: our own, and those of the dashboards that compat_metrics serves.
+# Bucket bounds in seconds: our own, and the bounds of the dashboards that compat_metrics serves.
 FAST = sorted({0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, *compat_metrics.INTER_TOKEN})
 SOON = sorted({0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, *compat_metrics.FIRST_TOKEN})
 SLOW = sorted({0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 120.0, *compat_metrics.REQUEST})
@@ -91,10 +91,10 @@ class Metrics:
     """Holds all metrics of a server. `listeners` are called with every request that has ended."""
 
     def __init__(self, engines: Engines, model: str, sets: Collection[str] = compat_metrics.DEFAULT_SETS) -> None:
-        """Takes a function that lists the engines, the default model, and the sets of metric names that are exported
-        beside our own."""
+        """Takes a function that lists the engines, the default model, and the sets of metric names that are exported in
+        addition to our own."""
         self.listeners: list[Callable[[RequestContext, FinishedRequest], None]] = []
-        self.open: dict[RequestTimer, None] = {}  # those of requests in flight, the oldest first
+        self.open: dict[RequestTimer, None] = {}  # timers of requests in flight, the oldest first
         self.distributions = RequestDistributions()
         self.finished = Counter("penstock_requests_finished", "Requests by how they ended", ["reason"], registry=None)
         self.refused = Counter(
@@ -133,14 +133,13 @@ class Metrics:
         self._registry.register(collector)
 
     async def render(self) -> bytes:
-        """Returns all metrics as text. It makes one text in a turn of the event loop: that takes as long as many
-        requests, which must not wait for every client that asks for metrics."""
+        """Returns all metrics as text. A turn of the event loop renders at most one text, because a text delays other
+        requests."""
         async with self._rendering:
             await asyncio.sleep(0)
             return generate_latest(self._registry)
 
     def note_wait(self, limit: str, outcome: WaitOutcome) -> None:
-        """Counts a first token, and what had been forecast for it."""
         self.first_tokens.labels(limit, "late" if outcome.late else "in_time").inc()
         if outcome.forecast:
             self.wait_forecasts.labels(outcome.forecast).inc()
@@ -216,7 +215,6 @@ class RequestTimer:
 
     @property
     def phase(self) -> str:
-        """Returns the request's phase in the last step: decode, prefill or waiting."""
         if self.generated:
             return "decode"
         return "prefill" if self.request.id in self._client.stats.prefilling else "waiting"
@@ -387,7 +385,6 @@ def _disk(counts: DiskCounts) -> Iterator[Metric]:
 
 
 def sum_stats(every: Sequence[Stats]) -> Stats:
-    """Adds up the statistics of several engines."""
     sizes = tuple(map(sum, zip(*(each.step_sizes for each in (Stats(), *every)), strict=True)))
     drafts = add_drafts(counts for each in every for counts in each.drafts)
     adapters = tuple(chain.from_iterable(each.adapters for each in every))

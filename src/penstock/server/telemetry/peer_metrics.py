@@ -10,7 +10,6 @@ from penstock.types import PeerCounts
 
 
 def peer_metrics(counts: PeerCounts) -> Iterator[Metric]:
-    """Yields the metrics of pulls and offers."""
     for name, help, value in (
         ("pulls", "Requests for which KV blocks were read from another engine", counts.pulls),
         ("pulled_blocks", "KV blocks read from other engines", counts.pulled_blocks),

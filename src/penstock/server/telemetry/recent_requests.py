@@ -54,7 +54,6 @@ class RecentRequests:
         self._ended: deque[tuple[str, EndedRequest]] = deque(maxlen=KEPT)  # tenant and request
 
     def add(self, context: RequestContext, finished: FinishedRequest) -> None:
-        """Takes a request that has ended: a listener of Metrics."""
         self._ended.append((context.caller.tenant, _ended(context, finished)))
 
     def of(self, tenant: str | None) -> list[EndedRequest]:

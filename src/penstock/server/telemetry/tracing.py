@@ -34,7 +34,7 @@ OPERATIONS = {
     "/api/embed": "embeddings",
     "/api/embeddings": "embeddings",
 }
-EXPORT_SECONDS = 2.0  # to send the last spans at shutdown
+EXPORT_SECONDS = 2.0  # time limit for sending the last spans at shutdown
 
 
 def traces_to(url: str) -> Traces:
@@ -65,8 +65,8 @@ class RequestSpan:
         self._waited: set[int] = set()  # the engine's requests whose wait has a span
 
     def place(self, id: int, placement: RequestPlacement) -> None:
-        """Begins the span of an engine that was sent a request, and ends that of the one before, which was lost, has
-        refused the request or is drained. The wait for room and the decision are over."""
+        """Begins the span of the engine that a request was sent to, and ends the span of the previous engine, which was
+        lost, refused the request or is drained. The wait for room and the decision are over."""
         self._interrupt(id)
         now = time.time_ns()
         decided = now - int(placement.decided * 1e9)
@@ -163,7 +163,6 @@ class Traces:
             traced.end()
 
     def _name(self, span: Span, operation: str, model: str) -> None:
-        """Names a span after the model that the request turned out to use."""
         if model and model != self._model:
             span.update_name(f"{operation} {model}")
             span.set_attributes({"gen_ai.request.model": model, "gen_ai.response.model": model})

@@ -1,7 +1,7 @@
 """Declares the content blocks that Anthropic's clients send, and reads each as one that a text model can take.
 
 An image or a file of a user's message is refused: an answer without it would be an answer to something else. In the
-result of a tool it is replaced by a text that says so, and listed as ignored.
+result of a tool a note replaces it, and it is listed as ignored.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ class BlockReader:
         return block
 
     def _unread(self, kind: object, role: str, where: str) -> AnthropicText | None:
-        """Returns the replacement of an unreadable block: a text in a tool's result, nothing in an answer, where
-        such blocks tell what a service did by itself. Elsewhere the block is refused."""
+        """Returns the replacement of an unreadable block: a text in a tool's result, nothing in an answer, where such
+        blocks report a service's own actions. Elsewhere the block is refused."""
         if self._context.lenient and isinstance(kind, str) and role in ("assistant", "tool"):
             self._context.notes.ignore_kind(where, kind)
             return AnthropicText("text", left_out_text(kind)) if role == "tool" else None

@@ -95,7 +95,6 @@ Rendered = dict[str, Any]  # a message as chat templates take it
 
 
 def read_messages(context: RequestContext, body: MessagesConversation) -> list[Rendered]:
-    """Returns the messages as chat templates take them."""
     if not body.messages:
         raise InvalidRequest("messages is empty: send at least one", param="messages")
     return _Renderer(context).messages(body)
@@ -109,8 +108,7 @@ def read_grammar(body: MessagesConversation) -> Grammar | None:
 
 def template_fields(served: ServedModel, context: RequestContext, body: MessagesConversation) -> dict[str, Any]:
     """Returns the template's fields other than messages and tools. Without `thinking` in the body the model does not
-    think,
-    if it can be told so."""
+    think, if that can be turned off."""
     text, given = served.text, body.thinking
     if given is not None and given.type not in THINKING:
         ignore_unsupported(context, "thinking", given)

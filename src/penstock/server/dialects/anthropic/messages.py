@@ -1,7 +1,7 @@
 """Serves POST /v1/messages and /v1/messages/count_tokens: Anthropic's dialect.
 
-The answer has the served model's own name, also where a request calls it by another. `max_tokens` is a limit: the
-stop_reason of an answer that reaches the end of the context first says so.
+The answer has the served model's own name, even if a request calls it by another. `max_tokens` is a limit: an answer
+that reaches the end of the context first has the stop_reason for that.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class AnthropicToolChoice(msgspec.Struct, forbid_unknown_fields=True):
 
 
 TEXT = {"type": "string"}
-CLIENT_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {  # by the type without its date: description and schema
+CLIENT_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {  # keyed by the type without its date: description and schema
     "bash": (
         "Runs a command in a bash session that keeps its state. `restart` begins a new session instead.",
         {"type": "object", "properties": {"command": TEXT, "restart": {"type": "boolean"}}},
@@ -73,7 +73,6 @@ CLIENT_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {  # by the type without i
 
 
 def read_use(context: RequestContext, given: list[dict[str, Any]], choice: AnthropicToolChoice | None) -> ToolUse:
-    """Returns which tools an answer may and must call."""
     choice = choice or AnthropicToolChoice("auto")
     check_count(given, MAX_TOOLS, "tools")
     read = [_tool(context, tool, f"tools[{index}]") for index, tool in enumerate(given)]

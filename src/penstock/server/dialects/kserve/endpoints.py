@@ -44,7 +44,7 @@ NO_EFFECT: NoEffect = {
 
 
 class KserveSampling(SamplingFields, kw_only=True):
-    """Declares the fields of `parameters`: OpenAI's and vLLM's names, and those of Triton's TensorRT-LLM backend."""
+    """Declares the fields of `parameters`: the names used by OpenAI, by vLLM and by Triton's TensorRT-LLM backend."""
 
     max_tokens: int | None = None
     max_new_tokens: int | None = None

@@ -94,7 +94,7 @@ async def answer(
     prompts: Sequence[Sequence[int]],
     ends: Sequence[int] = (),
 ) -> Response:
-    """Answers prompts; `ends` are tokens that end an answer beside the model's own."""
+    """Answers prompts; `ends` are further tokens that end an answer."""
     choose_adapters(served, context, None, body.lora)
     sampling = sampling_of(served, context, body, ends)
     params = [fitting(served, prompt, each) for prompt in prompts for each in sampling]
@@ -141,7 +141,7 @@ class NativeWriter:
         sampling: Sequence[SamplingParams],
         body: NativeFields,
     ) -> None:
-        """Takes the sampling of each choice as it was asked for: limits are not those of the context."""
+        """Takes the requested sampling of each choice, before the context limits it."""
         self._served = served
         self._requests = requests
         self._sampling = sampling
@@ -244,8 +244,8 @@ class NativeWriter:
         return "limit" if delta.finish == "length" else "eos"
 
     def _selected(self, answer: NativeAnswer) -> Any:
-        """Returns the answer, or only those of its fields that the request lists. A path with slashes leads into
-        objects, and is the name of what it leads to."""
+        """Returns the answer, or only the fields that the request lists. A path with slashes selects a nested field,
+        and becomes its name."""
         if not self._fields:
             return answer
         whole = msgspec.to_builtins(answer)

@@ -34,7 +34,7 @@ NAMED = Operation(RouterModel, {})
 
 async def list_with_status(pool: ModelPool, http: HttpRequest, context: RequestContext) -> Response:
     """Lists the models as /v1/models does, with the status that the router's clients read. A server of one model lists
-    it as llama.cpp's server does, which is no router then."""
+    it as llama.cpp's single-model server does."""
     if len(pool.models.entries) == 1:
         return await list_models(pool, http, context)
     data = [model | _status(entry) for entry, model in listed(pool, context)]

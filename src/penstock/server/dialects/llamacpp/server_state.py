@@ -70,8 +70,8 @@ async def change_props(_: ModelPool, http: HttpRequest, context: RequestContext)
 
 
 async def slots(served: ServedModel, http: HttpRequest, context: RequestContext) -> Response:
-    """Returns a slot for each row that the engine computes at once. A request belongs to no slot, so that of them only
-    as many are busy as requests run."""
+    """Returns a slot for each row of a step. Requests belong to no particular slot, so the first n are busy while n
+    requests run."""
     query = read_object(context, dict(http.query_params), SlotQuery, {}, strict=False)
     limits, running, speculative = served.limits, served.client.stats.running, served.draft_tokens > 0
     if query.fail_on_no_slot == "1" and running >= limits.max_rows:

@@ -229,7 +229,7 @@ class OllamaWriter:
         self._generated = 0
         self._message = OllamaAssistantMessage("")
         self._logprobs: list[TokenEntry] = []
-        self._calls: list[tuple[CallStarted, list[str]]] = []  # with the pieces of their arguments
+        self._calls: list[tuple[CallStarted, list[str]]] = []  # each call with the pieces of its arguments
         self._reason = ""
 
     def collect(self, _: int, delta: Delta) -> None:

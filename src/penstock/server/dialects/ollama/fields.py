@@ -1,8 +1,8 @@
 """Reads the bodies that Ollama's clients send.
 
-Some fields and options are accepted without effect, whatever their value: options about threads, memory and placement,
-which the engine decides by itself, and `num_keep`, `truncate` and `shift`, which are about cutting a prompt. No prompt
-is ever cut here: one that does not fit is refused.
+Some fields and options are accepted without effect, with any value: options about threads, memory and placement, which
+the engine decides by itself, and `num_keep`, `truncate` and `shift`, which are about cutting a prompt. No prompt is
+ever cut here: one that does not fit is refused.
 """
 
 from __future__ import annotations
@@ -103,7 +103,6 @@ def unloads(body: OllamaFields) -> bool:
 
 
 def template_fields(served: ServedModel, context: RequestContext, body: OllamaFields) -> dict[str, Any]:
-    """Returns the template's fields other than messages and tools."""
     if body.think is None or isinstance(body.think, str):
         return think_with_effort(context, served.text, body.think, "think")
     return switch_thinking(context, served.text, body.think, "think", body.think)

@@ -41,7 +41,7 @@ from penstock.store.refs import catalogue_source, parse, with_scheme
 from penstock.text.chat import ChatTemplate, templates_in_folder, templates_in_metadata
 from penstock.text.infill import infill_of
 
-API_VERSION = "0.12.0"  # of Ollama: clients choose features by it
+API_VERSION = "0.12.0"  # the emulated version of Ollama: clients choose features by it
 NEVER = "9999-12-31T23:59:59Z"
 
 NO_EFFECT: NoEffect = {"insecure": (False,), "options": ANY_VALUE, "system": ANY_VALUE, "verbose": ANY_VALUE}
@@ -104,7 +104,6 @@ async def running(pool: ModelPool, _: HttpRequest, context: RequestContext) -> R
 
 
 def _kept(entry: ModelEntry) -> dict[str, Any]:
-    """Returns how long a loaded model stays, and its context."""
     hello = entry.served.client.hello if entry.served else None
     until = NEVER
     if entry.expires < FOR_EVER:
@@ -185,7 +184,6 @@ def _may_see(context: RequestContext, known: KnownModel) -> bool:
 
 
 def _foreign(pool: ModelPool, context: RequestContext, taken: set[str], began: str) -> list[KnownModel]:
-    """Describes the models of other engines that a request's key may use."""
     models = [] if pool.foreign is None else pool.foreign.models()
     allowed = [each.name for each in models if may_use(context, each.name)]
     return [KnownModel(name, None, "", began) for name in allowed if name not in taken]
@@ -299,7 +297,7 @@ def _shown(pool: ModelPool, known: KnownModel) -> dict[str, Any]:
     facts, derived = facts_of(known.path), known.derived or DerivedModel(name=known.name)
     info = dict(facts.info)
     served = pool.models.get(known.served).served if known.served else None
-    if served is not None and served.client.hello is not None:  # clients ask for as much context as they read here
+    if served is not None and served.client.hello is not None:  # clients use this number as their context size
         info[f"{facts.details['family'] or 'general'}.context_length"] = served.limits.max_len
     settings = {"system": derived.system, "messages": derived.messages, "license": "\n".join(derived.license)}
     return {name: value for name, value in settings.items() if value} | {
@@ -320,7 +318,6 @@ def parameter_lines(derived: DerivedModel) -> Iterator[tuple[str, str]]:
 
 
 def modelfile(derived: DerivedModel) -> str:
-    """Returns a Modelfile that makes the model again."""
     quoted = {"TEMPLATE": [derived.template], "SYSTEM": [derived.system], "LICENSE": derived.license}
     lines = [f"FROM {derived.base or derived.blob or derived.name}"]
     lines += [f"ADAPTER {path}" for path in derived.adapters]

@@ -181,7 +181,6 @@ async def _prompt(
 
 
 def _template_fields(text: Text, context: RequestContext, body: ChatBody) -> dict[str, Any]:
-    """Returns the template's fields other than messages and tools."""
     fields: dict[str, Any] = {}
     if body.reasoning_effort is not None:
         fields |= think_with_effort(context, text, body.reasoning_effort, "reasoning_effort")
@@ -321,7 +320,6 @@ class ChatWriter:
         return self._all_chunks(choice, delta)
 
     def _all_chunks(self, choice: int, delta: Delta) -> Iterator[bytes]:
-        """Yields the chunks of any delta: the first, the last, and those in between."""
         if choice not in self._templates:
             first = self._chunk(ChatChunkChoice(choice, ChatDelta("assistant", self._opening)))
             first.prompt_token_ids = self._tokens.prompt_ids

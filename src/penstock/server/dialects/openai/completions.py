@@ -321,11 +321,10 @@ class Transcript:
     """Builds one choice's text, after the prompt if that is echoed, and finds where in the text each token starts."""
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
-        """Takes whether tokens of logprobs are spelled by their ids."""
         self._tokenizer = tokenizer
         self._spell = spelled_id if as_ids else tokenizer.token_text
         self._echo = ""
-        self._first: Sequence[int] = ()  # the prompt's first token, which has no score because nothing precedes it
+        self._first: Sequence[int] = ()  # the prompt's first token: nothing precedes it, so it lacks a score
         self._decoder = utf8_decoder("replace")
         self._at = 0
 

@@ -10,7 +10,8 @@ MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512
 
 
 def read_metadata(given: Any) -> dict[str, str]:
-    """Returns the pairs; raises InvalidRequest if they are no texts, or more or longer than they may be."""
+    """Returns the pairs; raises InvalidRequest if one is not a text, or if they exceed the limits on number and
+    length."""
     if given is None:
         return {}
     if not isinstance(given, dict) or not all(isinstance(value, str) for value in given.values()):

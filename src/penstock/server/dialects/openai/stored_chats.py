@@ -200,7 +200,6 @@ def _read_query(context: RequestContext, http: HttpRequest, kind: type[Q]) -> Q:
 
 
 def _page(found: Sequence[StoredChatCompletion | StoredMessage], query: ChatsQuery | MessagesQuery) -> Response:
-    """Returns a page of the entries found, which are in the order of their creation."""
     ordered = found if query.order == "asc" else found[::-1]
     ids = [each.id for each in ordered]
     if query.after is not None and query.after not in ids:

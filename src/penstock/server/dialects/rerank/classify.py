@@ -117,7 +117,6 @@ async def _predict(
 
 
 def _unit(given: str | list[str] | list[str | list[str]], param: str) -> Pair | Single:
-    """Returns the text or the pair that one input of TEI's is."""
     match [given] if isinstance(given, str) else given:
         case [str(text)]:
             return Single(text, param)
@@ -127,7 +126,6 @@ def _unit(given: str | list[str] | list[str | list[str]], param: str) -> Pair | 
 
 
 def _labels(logits: Vector, body: ClassifyBody, limits: Limits) -> list[TeiLabel]:
-    """Returns the labels and their scores, the best one first."""
     told = body.parameters or ClassifyParameters()
     asked = {"sigmoid": "sigmoid", "softmax": "softmax", "none": "identity", None: limits.activation}
     if told.function_to_apply not in asked:

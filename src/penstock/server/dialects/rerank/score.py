@@ -76,7 +76,6 @@ async def score(served: ServedModel, http: HttpRequest, context: RequestContext)
 
 
 def cutting_of(tokens: int | None) -> Cutting:
-    """Returns the cutting for vLLM's truncate_prompt_tokens."""
     return Cutting(None if tokens in (None, -1, 0) else tokens, cut=bool(tokens))
 
 

@@ -113,7 +113,6 @@ class ResponseWriter:
     # -- events ---------------------------------------------------------------------------------------------------
 
     def queue(self) -> Iterator[ResponseEvent]:
-        """Returns the events of a response that waits for its turn."""
         return self._numbered([LIFECYCLE["created"](self.response), LIFECYCLE["queued"](self.response)])
 
     def events(self, delta: Delta) -> Iterator[ResponseEvent]:
@@ -360,7 +359,7 @@ _BEGUN_INPUT = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"((?:[^"\\]|\\(?:["\\/bfnr
 
 
 class OpenShellCall(OpenToolCall):
-    """Writes a call of the client's shell, which has no events of its own."""
+    """Writes a call of the client's shell, which lacks events of its own."""
 
     def __init__(self, index: int, call_id: str, _: CalledTool) -> None:
         super().__init__(index)

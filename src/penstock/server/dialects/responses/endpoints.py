@@ -1,7 +1,7 @@
 """Serves POST /v1/responses, and the routes of stored responses.
 
-A response is stored unless the request says otherwise, so that the next one can continue it. One that is generated in
-the background is stored from its beginning, others when they have ended: if the client leaves before, nothing is kept.
+A response is stored unless the request has `store: false`, so that the next one can continue it. A background response
+is stored from its beginning, others at their end: if the client leaves before, nothing is kept.
 """
 
 from __future__ import annotations
@@ -105,7 +105,6 @@ class Responses(Endpoints):
         return json_response(self._store.get(id, context.caller.owner_name).response)
 
     def _stream_again(self, context: RequestContext, id: str, after: int) -> HttpResponse:
-        """Returns the events of a response after the one with this number."""
         if (kept := self._streams.find(id, context.caller.owner_name)) is not None:
             return read_on(self._streams, context, kept, after)
         stored = self._store.get(id, context.caller.owner_name)

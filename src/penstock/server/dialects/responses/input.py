@@ -92,7 +92,7 @@ def _item(context: RequestContext, given: dict[str, Any], where: str) -> Item | 
     if issubclass(kind, CallOutput):
         item.pop("name", None)  # the tool's: the call has it
         item["output"] = _output(context, item.get("output"), f"{where}.output")
-        item.setdefault("call_id", item["id"])  # a shell's output has no other id
+        item.setdefault("call_id", item["id"])  # a shell's output has only this id
     return read_object(context, item, kind, NO_EFFECT, where)
 
 
@@ -119,7 +119,6 @@ def _parts(content: object, role: object, where: str) -> object:
 
 
 def _refusal(part: object) -> object:
-    """Returns an assistant's refusal as the text that it is; other parts unchanged."""
     if isinstance(part, dict) and part.get("type") == "refusal":
         return {"type": "output_text", "text": part.get("refusal")}
     return part

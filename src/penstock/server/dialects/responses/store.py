@@ -64,7 +64,6 @@ class ResponseStore(OwnedStore[StoredResponse]):
         super().__init__("response", max_responses, max_bytes, lasting)
 
     def conversation(self, id: str | None, tenant: str | None) -> list[Item]:
-        """Returns all items of the conversation up to and including the response."""
         turns: list[StoredResponse] = []
         while id is not None:
             turns.append(self._ended(id, tenant))

@@ -94,7 +94,6 @@ class ResponseTools(NamedTuple):
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """Returns the name that the model knows a tool by."""
     return f"{namespace}__{name}" if namespace and namespace != FUNCTIONS else name
 
 
@@ -160,7 +159,6 @@ class _ToolReader:
 
 
 def _lark(syntax: str | None, definition: str | None, where: str) -> str:
-    """Returns the grammar of a custom tool's input in Lark's syntax."""
     if syntax not in ("lark", "regex"):
         raise InvalidRequest(f"{where}.syntax is 'lark' or 'regex'; got {syntax!r}", param=f"{where}.syntax")
     if not definition:

@@ -33,7 +33,7 @@ ENCODE_NO_EFFECT: NoEffect = {
     "log_metrics": ANY_VALUE,
     "modalities": (["text"], []),
     "rid": ANY_VALUE,
-    "sampling_params": ANY_VALUE,  # an embedding has no tokens to sample
+    "sampling_params": ANY_VALUE,  # embeddings are not sampled
     "video_data": ([],),
 }
 HEALTH_PROMPT = "a"

@@ -49,7 +49,7 @@ class UpdateFromDisk(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     abort_all_requests: bool = False
     weight_version: str | None = None  # left out: the number of the update
     keep_pause: bool = False  # the engine stays paused, if it was not
-    recompute: bool = True  # KV of running requests is computed again; false: they keep that of the old weights
+    recompute: bool = True  # KV of running requests is computed again; false: they keep the old KV
     model: str | None = None  # left out: the first
 
 

@@ -33,7 +33,7 @@ from penstock.text import Delta, Tokenizer, seed_of_choice
 from penstock.types import AdapterUse, Request, SamplerChain, SamplingParams, TokenLogprob
 
 DEFAULT_TOKENS = 100  # TGI's
-FINISH_REASONS = {"length": "length", "stop": "eos_token", "abort": "length"}  # TGI has no word for an abort
+FINISH_REASONS = {"length": "length", "stop": "eos_token", "abort": "length"}  # TGI lacks a word for an abort
 
 TGI = Framing(EVENT_STREAM, event, b"", TGI_ERRORS.encode)
 NO_EFFECT: NoEffect = {}
@@ -70,7 +70,6 @@ class TgiParameters(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def samples(self) -> bool:
-        """Returns whether a parameter asks for sampling."""
         cuts = (self.temperature or 1.0) != 1.0 or bool(self.top_k) or (self.top_p or 1.0) < 1.0
         return bool(self.do_sample) or cuts or (self.typical_p or 1.0) < 1.0
 
@@ -293,8 +292,8 @@ class TgiOutput:
         return tokens, tops
 
     def _tokens(self, delta: Delta) -> list[TgiToken]:
-        """Returns a delta's tokens. Special ones have their own text. The delta's text is that of the last other token,
-        or of the last of all where text was held back until the end: no text is lost or repeated."""
+        """Returns a delta's tokens. Special tokens have their own text. The delta's text belongs to its last ordinary
+        token, or to its last token if text was held back until the end: no text is lost or repeated."""
         special = self._tokenizer.special_ids
         plain = [at for at, each in enumerate(delta.logprobs) if each.token not in special]
         place = plain[-1] if plain else len(delta.logprobs) - 1 if delta.text else -1
@@ -361,7 +360,6 @@ class TgiWriter:
         return iter(())
 
     def _end(self, output: TgiOutput, events: list[TgiStreamEvent]) -> None:
-        """Completes the last event with the whole text and how it ended."""
         sequence = output.sequence
         last = events[-1]
         last.generated_text = output.text

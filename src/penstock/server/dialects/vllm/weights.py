@@ -40,7 +40,7 @@ class UpdateWeightsBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
     path: Annotated[str, Meta(min_length=1)] | None = None
     update_info: UpdateInfo | None = None
     weight_version: str | None = None  # left out: the number of the update
-    recompute: bool = True  # KV of running requests is computed again; false: they keep that of the old weights
+    recompute: bool = True  # KV of running requests is computed again; false: they keep the old KV
     model: str | None = None  # left out: the first
 
 
