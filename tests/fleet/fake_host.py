@@ -16,6 +16,7 @@ from penstock.backend.fake import FakeBackend
 from penstock.config import Config
 from penstock.engine.assemble import assemble
 from penstock.engine.engine import Engine
+from penstock.engine.kv_transfer.peers import TransferOptions
 from penstock.ipc.host import _host
 from penstock.ipc.launchers import ForkedChild
 from penstock.ipc.orphans import fork_parent
@@ -48,7 +49,8 @@ def open_fake(config: Config, *_: object) -> Engine:
     limits = limits._replace(max_len=256, num_blocks=64) if config.model == "small" else limits
     backend = Mortal(VOCAB)
     backend.reserve_kv(limits.num_blocks, limits.block_size)
-    return assemble(backend, limits, sleeper=backend.sleeper, block_events=bool(config.listen))
+    transfer = TransferOptions(b"fake", config.offers)
+    return assemble(backend, limits, sleeper=backend.sleeper, block_events=bool(config.listen), transfer=transfer)
 
 
 def open_toy(config: Config) -> Engine:

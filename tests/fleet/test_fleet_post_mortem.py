@@ -32,7 +32,7 @@ ASKED = Request(5, (901, 902, 903), SamplingParams(temperature=0.5, stop=("secre
 
 async def die(config: Config, folder: Path) -> None:
     """Has a keeper's engine die of a request while two gateways have others there."""
-    engine = await EngineProcess.launch(FAKE, replace(config, listen="ipc://*", secret=SECRET))
+    engine = await EngineProcess.launch(FAKE, replace(config, listen="ipc://*", secret=SECRET, offers=("shm",)))
     reading = asyncio.create_task(engine.read(lambda _: None))
     context = zmq.asyncio.Context()
     one, two = Peer(context, engine.hello.address), Peer(context, engine.hello.address)
