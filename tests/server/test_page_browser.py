@@ -284,6 +284,7 @@ def test_chats_are_kept_searched_and_deleted(page: Any) -> None:
     expect(chats).to_have_count(1)
     chats.click()
     expect(last(page).locator(".markdown")).to_have_text("alpha answer")
+    expect(page.locator("#prompt")).to_be_focused()  # a moment after the chat opens
     page.fill("#search", "gamma")
     expect(page.locator("#chats .empty")).to_have_text("No chat has these words.")
     page.fill("#search", "")
