@@ -161,7 +161,7 @@ def _began(pid: int) -> str:
 
 
 class Attack:
-    """Asks questions, disturbs the fleet meanwhile, and counts what comes of it."""
+    """Sends requests while processes are killed and stopped, and counts the results."""
 
     def __init__(self, fleet: Fleet, http: httpx.AsyncClient, tokens: int) -> None:
         self.counts: Counter[str] = Counter()
